@@ -1,0 +1,78 @@
+"""Builds a rank's transport and token handler for the transport that was chosen."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from stages.device import Stream
+from stages.errors import TransportError
+from stages.plan import TensorSchema
+from stages.pp_handler import HostTokenReceiver, HostTokenSender, PPHandler
+from stages.topology import PPGroup
+from stages.transport.base import PPTransport
+from stages.transport.choice import check_transport_name
+from stages.transport.host_ring import HostRingTransport
+from stages.transport.links import RankLinks, check_boundary
+
+HOST_RINGS = ("shared_memory", "memory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportConfig:
+    """One rank's side of an epoch's transport.
+
+    ``name`` is what ``choose_transport`` chose. ``boundary`` lists the intermediate tensors, of up to ``max_rows`` rows a
+    step. ``compute`` is the stream that forwards run on. ``links`` are the rank's links for a host ring, None without PP;
+    transport and handler take them over.
+    """
+
+    name: str
+    pp_group: PPGroup
+    boundary: Sequence[TensorSchema]
+    max_rows: int
+    ring_slots: int
+    compute: Stream
+    links: RankLinks | None = None
+
+
+def create_pp_transport(config: TransportConfig, persistent: Mapping[str, torch.Tensor] | None = None) -> PPTransport | None:
+    """The rank's transport; None without PP. Called by every rank with the same epoch; it sends nothing itself.
+
+    ``persistent`` are the static input tensors of a rank that is not the first, ``[>= max_rows, width]`` by name, or None.
+    """
+    if config.pp_group.world_size == 1:
+        return None
+    links = _host_links(config)
+    check_boundary(config.boundary)
+    for link in (links.from_prev, links.to_next):
+        if link is not None and link.layout.num_slots != config.ring_slots:
+            raise TransportError(f"ring slots {config.ring_slots}: the links were made with {link.layout.num_slots}")
+    return HostRingTransport(
+        name=config.name,
+        pp_group=config.pp_group,
+        boundary=config.boundary,
+        max_rows=config.max_rows,
+        compute=config.compute,
+        links=links,
+        persistent=persistent,
+    )
+
+
+def create_pp_handler(config: TransportConfig) -> PPHandler | None:
+    """The rank's token handler; None without PP."""
+    if config.pp_group.world_size == 1:
+        return None
+    links = _host_links(config)
+    if config.pp_group.is_last_rank:
+        return HostTokenSender(config.pp_group, config.compute, links.tokens)
+    return HostTokenReceiver(config.pp_group, links.tokens[0])
+
+
+def _host_links(config: TransportConfig) -> RankLinks:
+    check_transport_name(config.name)
+    if config.name not in HOST_RINGS:
+        raise TransportError(f"transport {config.name}: not built in; host ranks do {', '.join(HOST_RINGS)}")
+    if config.links is None:
+        raise TransportError(f"transport {config.name}: rank {config.pp_group.rank} was given no links")
+    return config.links

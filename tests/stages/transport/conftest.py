@@ -1,0 +1,1 @@
+from tests.stages.transport.harness import no_leaks  # noqa: F401  every test here checks for leaks

@@ -1,0 +1,220 @@
+"""Ranks with links, streams, transport and handler, all in this process, and what tests wait with."""
+
+import gc
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from stages.device import HostStream, Point
+from stages.plan import TensorSchema
+from stages.pp_handler import PPHandler
+from stages.topology import PPGroup
+from stages.transport.base import IntermediateTensors, PPTransport, StepShape
+from stages.transport.factory import TransportConfig, create_pp_handler, create_pp_transport
+from stages.transport.links import (
+    LinkSizes,
+    RankLinks,
+    boundary_slot_bytes,
+    create_shared_links,
+    shared_links_from_fds,
+    token_slot_bytes,
+)
+from stages.transport.memory import MemoryHub
+from stages.transport.ring import Doorbell, Link, RingLayout
+
+KINDS = ("memory", "shared_memory")
+HIDDEN = [TensorSchema("hidden_states", "float32", 8)]
+SEVERAL = [
+    TensorSchema("hidden_states", "float32", 8),
+    TensorSchema("residual", "bfloat16", 12),
+    TensorSchema("scale", "float16", 1),
+]
+MAX_ROWS = 32
+MAX_REQS = 8
+MAX_SAMPLE_LEN = 6
+DEADLINE_SECONDS = 30
+
+
+class SpyBell:
+    """A doorbell that tells when a thread is about to sleep at it."""
+
+    def __init__(self, bell: Doorbell) -> None:
+        self._bell = bell
+        self._sleepers = threading.Semaphore(0)
+
+    def ring(self) -> None:
+        self._bell.ring()
+
+    def wait(self) -> None:
+        self._sleepers.release()
+        self._bell.wait()
+
+    def close(self) -> None:
+        self._bell.close()
+
+    def wait_for_sleeper(self) -> None:
+        assert self._sleepers.acquire(timeout=DEADLINE_SECONDS), "nobody waits at this doorbell"
+
+
+@dataclass
+class Rank:
+    group: PPGroup
+    compute: HostStream
+    links: RankLinks
+    transport: PPTransport
+    handler: PPHandler
+
+    def begin(self, step_id: int, num_tokens: int = 1, num_in_flight: int = 1) -> None:
+        self.transport.begin_step(StepShape(step_id, num_tokens, num_in_flight))
+        self.handler.begin_step(step_id)
+
+    def send(self, tensors: Mapping[str, torch.Tensor]) -> Point:
+        return self.transport.send(IntermediateTensors(tensors, self.compute.record()), self.group)
+
+    def recv(self) -> IntermediateTensors:
+        return self.transport.recv(self.group)
+
+    def poison(self, cause: BaseException) -> None:
+        self.transport.poison(cause)
+        self.handler.poison(cause)
+
+    def close(self) -> None:
+        self.transport.close()
+        self.handler.close()
+        self.compute.close()
+
+
+def sizes_for(boundary: Sequence[TensorSchema], ring_slots: int, token_slots: int) -> LinkSizes:
+    return LinkSizes(
+        RingLayout(ring_slots, boundary_slot_bytes(boundary, MAX_ROWS)),
+        RingLayout(token_slots, token_slot_bytes(MAX_REQS, MAX_SAMPLE_LEN)),
+    )
+
+
+def links_for(kind: str, world_size: int, sizes: LinkSizes, *, epoch: int, start_seq: int) -> list[RankLinks]:
+    groups = [PPGroup(rank, world_size, epoch) for rank in range(world_size)]
+    if kind == "memory":
+        hub = MemoryHub(start_seq)
+        return [hub.join(group, sizes) for group in groups]
+    fds = create_shared_links(
+        world_size,
+        epoch=epoch,
+        boundary_slot_bytes=sizes.boundary.slot_bytes,
+        token_slot_bytes=sizes.tokens.slot_bytes,
+        ring_slots=sizes.boundary.num_slots,
+        token_slots=sizes.tokens.num_slots,
+        start_seq=start_seq,
+    )
+    return [shared_links_from_fds(rank_fds, group, sizes) for rank_fds, group in zip(fds, groups, strict=True)]
+
+
+def build_rank(
+    kind: str,
+    group: PPGroup,
+    links: RankLinks,
+    boundary: Sequence[TensorSchema] = HIDDEN,
+    persistent: Mapping[str, torch.Tensor] | None = None,
+) -> Rank:
+    compute = HostStream(f"compute-{group.rank}")
+    for link in [links.from_prev, links.to_next, *links.tokens]:
+        if link is not None:
+            link.full_bell, link.free_bell = SpyBell(link.full_bell), SpyBell(link.free_bell)
+    config = TransportConfig(
+        name=kind,
+        pp_group=group,
+        boundary=boundary,
+        max_rows=MAX_ROWS,
+        ring_slots=boundary_link(links).layout.num_slots,
+        compute=compute,
+        links=links,
+    )
+    transport, handler = create_pp_transport(config, persistent), create_pp_handler(config)
+    assert transport is not None
+    assert handler is not None
+    return Rank(group, compute, links, transport, handler)
+
+
+def boundary_link(links: RankLinks) -> Link:
+    link = links.to_next or links.from_prev
+    assert link is not None
+    return link
+
+
+@contextmanager
+def pipeline(
+    kind: str,
+    world_size: int,
+    boundaries: Sequence[Sequence[TensorSchema]] = (HIDDEN,),
+    *,
+    epochs: Sequence[int] = (1,),
+    ring_slots: int = 3,
+    token_slots: int = 4,
+    start_seq: int = 0,
+    persistent: Mapping[str, torch.Tensor] | None = None,
+) -> Iterator[list[Rank]]:
+    """Ranks on common links; a rank beyond the end of ``boundaries`` has the last one. Poisoned and closed at the end."""
+    sizes = sizes_for(max(boundaries, key=lambda boundary: boundary_slot_bytes(boundary, MAX_ROWS)), ring_slots, token_slots)
+    links = links_for(kind, world_size, sizes, epoch=epochs[0], start_seq=start_seq)
+    ranks: list[Rank] = []
+    for rank, rank_links in enumerate(links):
+        group = PPGroup(rank, world_size, epochs[min(rank, len(epochs) - 1)])
+        boundary = boundaries[min(rank, len(boundaries) - 1)]
+        ranks.append(build_rank(kind, group, rank_links, boundary, persistent if rank else None))
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.poison(RuntimeError("the test is over"))
+        for rank in ranks:
+            rank.close()
+
+
+def tensors_of(boundary: Sequence[TensorSchema], step_id: int, num_rows: int) -> dict[str, torch.Tensor]:
+    """Values that tell steps, tensors and places apart, exact in every dtype."""
+    return {
+        schema.name: ((torch.arange(num_rows * schema.width) * 7 + step_id * 131 + schema.width) % 251)
+        .to(getattr(torch, schema.dtype))
+        .view(num_rows, schema.width)
+        for schema in boundary
+    }
+
+
+def assert_same(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert list(got) == list(expected)
+    for name, tensor in expected.items():
+        assert got[name].dtype == tensor.dtype
+        assert torch.equal(got[name], tensor), name
+
+
+def reach(point: Point) -> None:
+    """Wait for a Point; raises its stream's error."""
+    done = threading.Event()
+    point.add_done_callback(done.set)
+    assert done.wait(DEADLINE_SECONDS), "the point was not reached"
+    point.is_reached()
+
+
+def open_fds() -> set[tuple[str, str]]:
+    fds: set[tuple[str, str]] = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            fds.add((fd, os.readlink(f"/proc/self/fd/{fd}")))
+        except FileNotFoundError:  # the listing's own
+            continue
+    return fds
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """Fails a test that leaves a file descriptor or a thread behind."""
+    fds, threads = open_fds(), set(threading.enumerate())
+    yield
+    if open_fds() - fds:
+        gc.collect()  # the traceback of an expected error holds the frames it went through, and what they hold
+    assert open_fds() - fds == set()
+    assert set(threading.enumerate()) - threads == set()
