@@ -53,6 +53,10 @@ class Stream(ABC):
         A stream that waits for a Point of a failed stream fails with the same error.
         """
 
+    @property
+    @abstractmethod
+    def is_closed(self) -> bool: ...
+
     @abstractmethod
     def close(self) -> None:
         """Run what is enqueued, then end. May be called twice. Whoever enqueued a wait for a peer poisons it first."""
@@ -117,6 +121,10 @@ class HostStream(Stream):
 
     def wait(self, point: Point) -> None:
         self._put(lambda: _block_until(point))
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
 
     def close(self) -> None:
         if not self._is_closed:

@@ -102,7 +102,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
 
 
 class StepDone(msgspec.Struct, frozen=True, tag="done"):
-    """A rank finished a step. ``plan_hash`` is ``plan_hash()`` of the plan it applied; ``verdict`` is False when a
+    """A rank finished a step. ``plan_hash`` is that of the plan it applied; ``verdict`` is False when a
     header did not match; ``stage_seconds`` is the time its forward took; ``error`` is empty or one line."""
 
     epoch: int
@@ -118,7 +118,8 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
     """The engine's first message to a rank: what to load. The rank answers with its Hello.
 
     ``model_path`` is a Hugging Face directory; ``layer_split`` the number of layers of each rank, empty for the balanced
-    split. ``kv_cache_bytes`` is this rank's KV pool, 0 to size it from the free memory, shared by ``ranks_on_host`` ranks.
+    split. The rank computes with ``num_threads`` threads on the CPUs ``cpus``, on any when that is empty.
+    ``kv_cache_bytes`` is this rank's KV pool, 0 to size it from the free memory, shared by ``ranks_on_host`` ranks.
     """
 
     rank: int
@@ -129,6 +130,7 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
     dtype: str
     layer_split: list[int]
     num_threads: int
+    cpus: list[int]
     ranks_on_host: int
     block_size: int
     kv_cache_bytes: int
@@ -267,6 +269,6 @@ def decode(data: bytes | bytearray | memoryview) -> Message:
     return _decoder.decode(data)
 
 
-def plan_hash(plan: StepPlan) -> int:
-    """CRC-32 of the encoded plan: the engine compares each rank's with its own, so that no rank can drift unseen."""
-    return zlib.crc32(_encoder.encode(plan))
+def plan_hash(encoded_plan: bytes) -> int:
+    """CRC-32 of an encoded plan: the engine compares each rank's with its own, so that no rank can drift unseen."""
+    return zlib.crc32(encoded_plan)

@@ -84,10 +84,10 @@ class PPHandler(ABC):
 class _HostHandler(PPHandler):
     """Over host rings; takes its token links over and closes them."""
 
-    def __init__(self, group: PPGroup, layout: RingLayout) -> None:
+    def __init__(self, group: PPGroup, layout: RingLayout, stream: Stream | None = None) -> None:
         self._group = group
         self._layout = layout
-        self._lane = HostLane(f"tokens-{group.rank}")
+        self._lane = HostLane(f"tokens-{group.rank}", stream)
         self.stream = self._lane.stream
         self._step_id = -1
 
@@ -122,10 +122,10 @@ class _Message(NamedTuple):
 
 
 class HostTokenSender(_HostHandler):
-    """The last rank's: one ring write to each other rank."""
+    """The last rank's: one ring write to each other rank, on ``send_stream``, None for one of its own."""
 
-    def __init__(self, group: PPGroup, compute: Stream, links: Sequence[Link]) -> None:
-        super().__init__(group, links[0].layout)
+    def __init__(self, group: PPGroup, compute: Stream, links: Sequence[Link], send_stream: Stream | None = None) -> None:
+        super().__init__(group, links[0].layout, send_stream)
         self._compute = compute
         self._senders = [self._lane.sender(link) for link in links]
         self._slots = [payloads(link) for link in links]
@@ -142,11 +142,11 @@ class HostTokenSender(_HostHandler):
         for sender in self._senders:
             seq = sender.claim()
             messages.append(_Message(sender, seq, self._header(seq, num_reqs, max_sample_len)))
-        sampled = self._compute.record()
+        sampled = None if self.stream is self._compute else self._compute.record()
 
         def write() -> None:
             try:
-                lane.poison.wait_for(sampled)
+                lane.poison.check() if sampled is None else lane.poison.wait_for(sampled)
             except HeaderMismatch:
                 for message in messages:
                     message.sender.wait_free(message.seq)
@@ -156,6 +156,7 @@ class HostTokenSender(_HostHandler):
                 self._write(index, message, (ids, num_sampled, num_rejected))
 
         self.stream.launch(write)
+        lane.note_use(self.stream)
         return self.stream.record()
 
     def maybe_receive_sampled_tokens(self, num_reqs: int, max_sample_len: int = 1) -> None:

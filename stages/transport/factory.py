@@ -23,8 +23,9 @@ class TransportConfig:
     """One rank's side of an epoch's transport.
 
     ``name`` is what ``choose_transport`` chose. ``boundary`` lists the intermediate tensors, of up to ``max_rows`` rows a
-    step. ``compute`` is the stream that forwards run on. ``links`` are the rank's links for a host ring, None without PP;
-    transport and handler take them over.
+    step. ``compute`` is the stream that forwards run on. A host ring sends on a stream (a thread) of its own, unless
+    ``sends_on_compute``: then a forward that finds no free slot waits for one. ``links`` are the rank's links for a host
+    ring, None without PP; transport and handler take them over.
     """
 
     name: str
@@ -33,7 +34,12 @@ class TransportConfig:
     max_rows: int
     ring_slots: int
     compute: Stream
+    sends_on_compute: bool = False
     links: RankLinks | None = None
+
+    @property
+    def send_stream(self) -> Stream | None:
+        return self.compute if self.sends_on_compute else None
 
 
 def create_pp_transport(config: TransportConfig, persistent: Mapping[str, torch.Tensor] | None = None) -> PPTransport | None:
@@ -55,6 +61,7 @@ def create_pp_transport(config: TransportConfig, persistent: Mapping[str, torch.
         max_rows=config.max_rows,
         compute=config.compute,
         links=links,
+        send_stream=config.send_stream,
         persistent=persistent,
     )
 
@@ -65,7 +72,7 @@ def create_pp_handler(config: TransportConfig) -> PPHandler | None:
         return None
     links = _host_links(config)
     if config.pp_group.is_last_rank:
-        return HostTokenSender(config.pp_group, config.compute, links.tokens)
+        return HostTokenSender(config.pp_group, config.compute, links.tokens, config.send_stream)
     return HostTokenReceiver(config.pp_group, links.tokens[0])
 
 

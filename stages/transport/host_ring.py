@@ -26,13 +26,18 @@ from stages.transport.ring import (
 
 
 class HostLane:
-    """The stream, the poison and the orderly end of whatever uses host links on one rank."""
+    """The stream, the poison and the orderly end of whatever uses host links on one rank.
 
-    def __init__(self, name: str) -> None:
+    ``stream`` is somebody else's, or None for one of its own.
+    """
+
+    def __init__(self, name: str, stream: Stream | None = None) -> None:
         self.poison = Poison()
-        self.stream = HostStream(name)
+        self.stream = HostStream(name) if stream is None else stream
+        self._name = name
+        self._owns_stream = stream is None
         self._ends: list[RingSender | RingReceiver] = []
-        self._last_uses: dict[Stream, Point] = {}  # of links, on other streams than our own
+        self._users: set[Stream] = set()  # of our links: streams that are not our own
 
     def sender(self, link: Link) -> RingSender:
         end = RingSender(link, self.poison)
@@ -44,19 +49,21 @@ class HostLane:
         self._ends.append(end)
         return end
 
-    def record_use(self, stream: Stream) -> Point:
-        """The Point after what was enqueued on ``stream``, a stream that is not our own; ``close`` waits for it."""
-        self._last_uses[stream] = point = stream.record()
-        return point
+    def note_use(self, stream: Stream) -> None:
+        """Something that uses a link was enqueued on ``stream``; ``close`` waits for it."""
+        if stream is not self.stream or not self._owns_stream:
+            self._users.add(stream)
 
     def close(self) -> None:
-        self.stream.close()
-        for point in self._last_uses.values():
-            gate = threading.Event()
-            point.add_done_callback(gate.set)  # called when the stream failed, too
-            gate.wait()
-        self._last_uses.clear()
-        self.poison.set(TransportError(f"{self.stream.name} is closed"))
+        if self._owns_stream:
+            self.stream.close()
+        for stream in self._users:
+            if not stream.is_closed:  # a closed one has run everything
+                gate = threading.Event()
+                stream.record().add_done_callback(gate.set)  # called when the stream failed, too
+                gate.wait()
+        self._users.clear()
+        self.poison.set(TransportError(f"{self._name} is closed"))
         while self._ends:
             self._ends.pop().close()
 
@@ -82,7 +89,7 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class HostRingTransport(PPTransport):
-    """Hidden states over host rings. Receiving waits on ``compute``, sending on a stream of its own.
+    """Hidden states over host rings. Receiving waits on ``compute``, sending on ``send_stream``, None for one of its own.
 
     Takes the boundary links of ``links`` over and closes them. ``persistent`` holds a tensor ``[>= max_rows, width]`` for each
     of ``boundary``: what is received is then copied there, and the slot's credit goes back at once.
@@ -97,6 +104,7 @@ class HostRingTransport(PPTransport):
         max_rows: int,
         compute: Stream,
         links: RankLinks,
+        send_stream: Stream | None = None,
         persistent: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.name = name
@@ -113,7 +121,7 @@ class HostRingTransport(PPTransport):
         for link in (links.from_prev, links.to_next):
             self._check_slot(link)
         self._check_persistent()
-        self._lane = HostLane(f"send-{pp_group.rank}")
+        self._lane = HostLane(f"send-{pp_group.rank}", send_stream)
         self._sender = None if links.to_next is None else self._lane.sender(links.to_next)
         self._receiver = None if links.from_prev is None else self._lane.receiver(links.from_prev)
         self._out_slots = self._slots(links.to_next)
@@ -146,6 +154,7 @@ class HostRingTransport(PPTransport):
             sender.publish(seq, header)
 
         lane.stream.launch(write)
+        lane.note_use(lane.stream)
         return lane.stream.record()
 
     def recv(self, pp_group: PPGroup) -> IntermediateTensors:
@@ -154,10 +163,11 @@ class HostRingTransport(PPTransport):
             raise ValueError("rank 0 receives from no rank")
         seq = receiver.claim()
         header = self._header(step, seq)
+        lane.note_use(self._compute)
         if self._persistent is None:
             self._compute.launch(lambda: receiver.wait_full(seq, header))
             rows = self._slot_rows(self._in_slots, seq, step)
-            return IntermediateTensors(rows, lane.record_use(self._compute), self._credit(receiver, seq))
+            return IntermediateTensors(rows, self._compute.record(), self._credit(receiver, seq))
         kept = {schema.name: self._persistent[schema.name][: step.num_tokens] for schema in self._boundary}
 
         def read() -> None:
@@ -167,7 +177,7 @@ class HostRingTransport(PPTransport):
             receiver.release(seq)
 
         self._compute.launch(read)
-        return IntermediateTensors(kept, lane.record_use(self._compute))
+        return IntermediateTensors(kept, self._compute.record())
 
     def poison(self, cause: BaseException) -> None:
         self._lane.poison.set(cause)
@@ -224,7 +234,7 @@ class HostRingTransport(PPTransport):
             is_given = True
             if not lane.poison.is_set:  # else nobody waits for the credit, and the link may be closed
                 stream.launch(lambda: receiver.release(seq))
-                lane.record_use(stream)
+                lane.note_use(stream)
 
         return give
 

@@ -18,6 +18,7 @@ sleeps; across processes the ring is therefore offered on x86-64 only. Within on
 import struct
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from mmap import mmap
 from typing import NamedTuple, Protocol, TypeVar
@@ -232,11 +233,17 @@ class Poison:
     def wait_for(self, point: Point) -> None:
         """Block until ``point`` is reached; raises its stream's error, or the cause."""
         if not point.is_reached():
-            gate = threading.Event()
-            point.add_done_callback(gate.set)
-            self.watch(gate.set)
-            gate.wait()
-            self.forget(gate.set)
+            gate = threading.Lock()  # threading.Event costs five times as much, on every step's way
+            gate.acquire()
+
+            def open_gate() -> None:
+                with suppress(RuntimeError):  # opened already: the point was reached and the epoch ended
+                    gate.release()
+
+            point.add_done_callback(open_gate)
+            self.watch(open_gate)
+            gate.acquire()
+            self.forget(open_gate)
         self.check()
         point.is_reached()
 

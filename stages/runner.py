@@ -1,0 +1,168 @@
+"""Runs a stage's layers over the rows of a plan."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from stages.kv_cache import AttentionStep, PagedKVCache
+from stages.model.slice import StageModel
+from stages.plan import Limits, PlanRow, RowKind, StepPlan
+from stages.slots import SlotTable
+
+
+class StageRunner:
+    """A stage's model, KV cache and sequence slots.
+
+    ``prepare`` is called from the loop's thread in plan order, as soon as a plan is there; ``forward`` once for each prepared
+    plan, in the same order, from the compute stream.
+    """
+
+    def __init__(self, model: StageModel, slots: SlotTable, limits: Limits) -> None:
+        self.model = model
+        self.slots = slots
+        self.limits = limits
+        self.cache = PagedKVCache(
+            model.info.layers,
+            limits.num_blocks,
+            limits.block_size,
+            model.num_kv_heads,
+            model.head_dim,
+            model.dtype,
+            max_context_len=limits.max_model_len,
+        )
+        self.output_width = model.vocab_size if model.info.is_last else model.hidden_size
+        self._prepared: dict[int, _PreparedStep] = {}  # at most lane depth + 1: what may be unacknowledged
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Apply the plan's frees, openings and blocks, and build its index tensors.
+
+        ``ValueError`` when the plan breaks a rule: a row of a generation that is neither current nor new, blocks that do not
+        exist or do not hold the row, tokens outside the vocabulary, more of anything than the limits say.
+        """
+        if plan.step_id in self._prepared:
+            raise ValueError(f"step {plan.step_id}: prepared twice")
+        for slot, generation in plan.freed:
+            self.slots.free(slot, generation)
+            self.cache.reset(slot)
+        if plan.num_tokens > self.limits.max_num_batched_tokens:
+            raise ValueError(
+                f"step {plan.step_id}: {plan.num_tokens} tokens, the most are {self.limits.max_num_batched_tokens}"
+            )
+        for row in plan.rows:
+            if row.sampling is not None:
+                self.slots.open(row.slot, row.generation)
+            elif not self.slots.is_current(row.slot, row.generation):
+                raise ValueError(f"slot {row.slot}: generation {row.generation} is not current, and the row does not open it")
+            self._check(row)
+            self.cache.extend(row.slot, row.blocks)
+        self._prepared[plan.step_id] = _PreparedStep.build(plan, self.cache)
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan, hidden: torch.Tensor | None) -> torch.Tensor:
+        """Compute the plan's step.
+
+        ``hidden [num_tokens, hidden_size]`` comes from the previous stage, None on the first. Returns hidden states of that
+        shape, or on the last stage the logits ``[num_reqs, vocab_size]`` of the plan's ``sampled_rows``. The KV of every row is
+        written, whether or not it needs a token. After an exception the next step can run.
+        """
+        step = self._prepared.pop(plan.step_id)
+        if not plan.rows:
+            return torch.empty(0, self.output_width, dtype=self.model.dtype)
+        self._place(step)
+        inputs = self._input_ids(step) if self.model.info.is_first else self._hidden(step, hidden)
+        step.attention.begin()
+        return self.model.forward(inputs, step.positions, step.attention, step.logits_rows)
+
+    def _check(self, row: PlanRow) -> None:
+        self.cache.check(row, len(self.cache.table(row.slot)))
+        if row.num_tokens < 1 or row.start < 0 or row.start + row.num_tokens > self.limits.max_model_len:
+            raise ValueError(
+                f"slot {row.slot}: {row.num_tokens} tokens from {row.start} do not fit 0..{self.limits.max_model_len}"
+            )
+        if row.kind is RowKind.DECODE:
+            if row.num_tokens != 1:
+                raise ValueError(f"slot {row.slot}: a decode row has 1 token, not {row.num_tokens}")
+        elif len(row.token_ids) != row.num_tokens:
+            raise ValueError(f"slot {row.slot}: {len(row.token_ids)} token ids for {row.num_tokens} tokens")
+        elif min(row.token_ids) < 0 or max(row.token_ids) >= self.model.vocab_size:
+            raise ValueError(f"slot {row.slot}: token ids must be between 0 and {self.model.vocab_size - 1}")
+
+    def _place(self, step: "_PreparedStep") -> None:
+        """Read the decode rows' positions from the slots and compare them with the plan's; set the prefill rows'."""
+        if step.prefill_slots is not None:
+            self.slots.positions[step.prefill_slots] = step.prefill_ends
+        if step.decode_slots is None:
+            return
+        positions = self.slots.positions[step.decode_slots]
+        for i in (positions != step.decode_starts).nonzero().flatten().tolist():
+            row = step.decode_rows[i]
+            # A row that a later plan has freed gets no more tokens: it computes on, for nobody, at the plan's position.
+            if self.slots.is_current(row.slot, row.generation):
+                raise ValueError(
+                    f"slot {row.slot}, generation {row.generation}: the plan decodes at position {row.start}, "
+                    f"the slot is at {int(positions[i])}"
+                )
+            positions[i] = row.start
+        step.positions[step.decode_tokens] = positions
+
+    def _input_ids(self, step: "_PreparedStep") -> torch.Tensor:
+        if step.decode_slots is not None:
+            ids = self.slots.last_tokens[step.decode_slots, 0]
+            # They came in a message: an index outside the table must not reach the embedding.
+            step.token_ids[step.decode_tokens] = ids.clamp_(0, self.model.vocab_size - 1)
+        return step.token_ids
+
+    def _hidden(self, step: "_PreparedStep", hidden: torch.Tensor | None) -> torch.Tensor:
+        wanted = (step.attention.num_tokens, self.model.hidden_size)
+        if hidden is None or hidden.shape != wanted:
+            raise ValueError(f"hidden states {None if hidden is None else tuple(hidden.shape)}: must be {wanted}")
+        return hidden
+
+
+@dataclass(frozen=True)
+class _PreparedStep:
+    """A plan's tensors. The forward fills in the decode rows' ``positions`` and ``token_ids``, both ``[num_tokens] int64``."""
+
+    attention: AttentionStep
+    positions: torch.Tensor
+    token_ids: torch.Tensor
+    logits_rows: torch.Tensor
+    decode_rows: Sequence[PlanRow]
+    decode_tokens: torch.Tensor
+    decode_slots: torch.Tensor | None
+    decode_starts: torch.Tensor
+    prefill_slots: torch.Tensor | None
+    prefill_ends: torch.Tensor
+
+    @classmethod
+    def build(cls, plan: StepPlan, cache: PagedKVCache) -> "_PreparedStep":
+        positions: list[int] = []
+        token_ids: list[int] = []
+        logits_rows: list[int] = []
+        decode_tokens: list[int] = []
+        decodes = [row for row in plan.rows if row.kind is RowKind.DECODE]
+        prefills = [row for row in plan.rows if row.kind is RowKind.PREFILL]
+        for row in plan.rows:
+            if row.kind is RowKind.DECODE:
+                decode_tokens.append(len(positions))
+            positions.extend(range(row.start, row.start + row.num_tokens))
+            token_ids.extend(row.token_ids if row.kind is RowKind.PREFILL else [0])
+            if row.needs_token:
+                logits_rows.append(len(positions) - 1)
+        return cls(
+            attention=cache.prepare(plan.rows),
+            positions=_indices(positions),
+            token_ids=_indices(token_ids),
+            logits_rows=_indices(logits_rows),
+            decode_rows=decodes,
+            decode_tokens=_indices(decode_tokens),
+            decode_slots=_indices([row.slot for row in decodes]) if decodes else None,
+            decode_starts=_indices([row.start for row in decodes]),
+            prefill_slots=_indices([row.slot for row in prefills]) if prefills else None,
+            prefill_ends=_indices([row.start + row.num_tokens - 1 for row in prefills]),
+        )
+
+
+def _indices(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
