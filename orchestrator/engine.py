@@ -1,0 +1,213 @@
+"""Engine: owns every request, drives the scheduler from events, and moves plans out and tokens back.
+
+The engine holds no GPU and loads no torch, so it survives its ranks.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from orchestrator.control import Channel, ChannelClosed
+from orchestrator.pipeline import Pipeline, failure
+from orchestrator.request import EngineState, NotReady, Request, SamplingParams, ServedModel, TokenChunk
+from orchestrator.scheduler import Scheduler
+from stages.errors import ControlError, StageFailed, StagewireError
+from stages.plan import Drain, RankFailed, StepDone, StepPlan, StepResult, encode, plan_hash
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Serves requests over one pipeline. All methods are called from one loop.
+
+    ``opened`` once, then ``serve_ranks`` for as long as it lives; ``generate`` while ``state`` is READY.
+    """
+
+    def __init__(self) -> None:
+        self.state = EngineState.STARTING
+        self.served_model: ServedModel | None = None
+        self._scheduler: Scheduler | None = None
+        self._channels: Sequence[Channel] = ()
+        # A request's tokens on their way to its reader: at most one entry for each token it may generate, and one for an error.
+        self._streams: dict[str, asyncio.Queue[TokenChunk | StagewireError]] = {}
+        # Steps that some rank has not yet finished: hash of the plan, and the ranks still to report.
+        self._unfinished: dict[int, tuple[int, set[int]]] = {}
+        self.stage_seconds: list[float] = []  # what each rank's last forward took, sampling included
+        self._are_ranks_sent_home = False
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    @property
+    def num_waiting(self) -> int:
+        return 0 if self._scheduler is None else self._scheduler.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        return 0 if self._scheduler is None else self._scheduler.num_running
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """For reading: its counters. ``RuntimeError`` before ``open``."""
+        if self._scheduler is None:
+            raise RuntimeError("the engine has no pipeline yet")
+        return self._scheduler
+
+    # ---- life -----------------------------------------------------------------------------------------------------
+
+    def open(self, pipeline: Pipeline, scheduler: Scheduler, model: ServedModel) -> None:
+        """Take over a linked pipeline. ``serve_ranks`` must run from now on."""
+        self._channels = pipeline.channels
+        self.stage_seconds = [0.0] * len(pipeline.channels)
+        self._scheduler = scheduler
+        self.served_model = model
+
+    async def serve_ranks(self) -> None:
+        """Listen to every rank until all have been sent home and are gone.
+
+        A lost rank ends it too: every request fails, and ``StageFailed`` is raised.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for rank, channel in enumerate(self._channels):
+                    tasks.create_task(self._listen(rank, channel), name=f"listen to rank {rank}")
+        except BaseExceptionGroup as group:
+            cause = group.exceptions[0]
+            self.state = EngineState.FAILED
+            self._fail_all(cause if isinstance(cause, StagewireError) else StageFailed(-1, "the engine failed"))
+            raise cause from None
+
+    async def probe(self) -> None:
+        """Send one short request through every boundary and back; the pipeline works when this returns."""
+        params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+        num_tokens = 0
+        async for chunk in self._run(Request(request_id="probe", prompt_token_ids=[0], params=params, seed=0)):
+            num_tokens += len(chunk.token_ids)
+        if num_tokens != params.max_tokens:
+            raise ControlError(f"the probe came back with {num_tokens} tokens, asked for {params.max_tokens}")
+
+    def admit(self) -> None:
+        """Open for requests."""
+        self.state = EngineState.READY
+
+    async def drain(self) -> None:
+        """Admit nothing, finish everything, send the ranks home; ``serve_ranks`` returns when they have gone.
+
+        Cancel it to stop waiting, then ``abort``.
+        """
+        self.state = EngineState.DRAINING
+        await self._is_idle.wait()
+        self._are_ranks_sent_home = True
+        for channel in self._channels:
+            channel.send(Drain())
+
+    def abort(self, cause: StagewireError) -> None:
+        """End every request now: its stream raises ``cause``. Admits nothing from now on."""
+        self.state = EngineState.DRAINING
+        self._fail_all(cause)
+
+    # ---- requests -------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+    ) -> AsyncGenerator[TokenChunk, None]:
+        """The request's tokens, as steps return them; the last chunk has a finish reason.
+
+        Raises before the first chunk ``NotReady``, ``QueueFull``, or ``ConfigError`` for what can never be served; at any time
+        ``StageFailed``. Closing the iterator aborts the request.
+        """
+        if self.state is not EngineState.READY:
+            raise NotReady(f"the worker is {self.state.value}")
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        request = Request(request_id=request_id, prompt_token_ids=prompt_token_ids, params=params, seed=seed)
+        async with aclosing(self._run(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def _run(self, request: Request) -> AsyncGenerator[TokenChunk, None]:
+        self.scheduler.add(request)
+        stream: asyncio.Queue[TokenChunk | StagewireError] = asyncio.Queue()
+        self._streams[request.request_id] = stream
+        self._is_idle.clear()
+        self._pump()
+        try:
+            while True:
+                item = await stream.get()
+                if isinstance(item, StagewireError):
+                    raise item
+                yield item
+                if item.finish_reason is not None:
+                    return
+        finally:
+            self._streams.pop(request.request_id, None)
+            self.scheduler.abort(request.request_id)
+            self._pump()
+
+    def _fail_all(self, cause: StagewireError) -> None:
+        for request_id, stream in self._streams.items():
+            self.scheduler.abort(request_id)
+            stream.put_nowait(cause)
+
+    # ---- steps ----------------------------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Plan as many steps as there is work and room for, and send each to every rank."""
+        scheduler = self.scheduler
+        # A rank that lags behind the results may hold at most lane depth + 1 unfinished plans; planning stops, nothing blocks.
+        while self.state is not EngineState.FAILED and len(self._unfinished) <= scheduler.config.lane_depth:
+            plan = scheduler.schedule()
+            if plan is None:
+                break
+            payload = encode(plan)
+            self._unfinished[plan.step_id] = (plan_hash(payload), set(range(len(self._channels))))
+            for channel in self._channels:
+                self._send(channel, payload)
+        if not self._streams and scheduler.num_in_flight == 0:
+            self._is_idle.set()
+
+    def _send(self, channel: Channel, encoded_plan: bytes) -> None:
+        try:
+            channel.send_encoded(encoded_plan, StepPlan.__name__)
+        except ChannelClosed:
+            log.debug("a plan did not reach a rank whose channel closed")  # its listener ends the epoch
+
+    async def _listen(self, rank: int, channel: Channel) -> None:
+        while True:
+            try:
+                message = await channel.receive()
+            except ChannelClosed:
+                if self._are_ranks_sent_home:
+                    return
+                raise StageFailed(rank, "its process ended") from None
+            match message:
+                case StepResult():
+                    self._take_result(message)
+                case StepDone():
+                    self._take_done(message)
+                case RankFailed():
+                    raise failure(message)
+                case _:
+                    raise ControlError(f"rank {rank} sent an unexpected {type(message).__name__}")
+
+    def _take_result(self, result: StepResult) -> None:
+        chunks = self.scheduler.update(result)
+        self._pump()  # first: the ranks wait for the plan, and tokens may be read while they compute
+        for request, chunk in chunks:
+            if (stream := self._streams.get(request.request_id)) is not None:
+                stream.put_nowait(chunk)
+
+    def _take_done(self, done: StepDone) -> None:
+        if done.error:
+            raise StageFailed(done.rank, done.error)
+        expected_hash, missing = self._unfinished[done.step_id]
+        if done.plan_hash != expected_hash:
+            raise ControlError(
+                f"rank {done.rank} applied plan {done.plan_hash:#010x} for step {done.step_id}, "
+                f"the engine sent {expected_hash:#010x}"
+            )
+        self.stage_seconds[done.rank] = done.stage_seconds
+        missing.discard(done.rank)
+        if not missing:
+            del self._unfinished[done.step_id]
+            self._pump()

@@ -1,0 +1,208 @@
+"""Assembles the ranks into a pipeline: their Hellos, the proof that they fit together, an epoch, their links.
+
+What is decided from the Hellos is decided by plain functions; ``assemble`` only moves the messages.
+"""
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from orchestrator.control import Channel, ChannelClosed, check_hello
+from stages.errors import ConfigError, ControlError, StageFailed, StagewireError, TransportUnavailable
+from stages.plan import Epoch, Hello, Limits, Linked, LinkFailed, Message, Offer, RankFailed, Setup
+from stages.transport.choice import choose_transport
+from stages.transport.links import create_links_for, link_sizes
+
+M = TypeVar("M", bound=Message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """What is wanted of a pipeline. ``max_model_len`` is a limit; ``is_max_model_len_given`` says that the user gave it,
+    and then it is an error, not a reason to lower it, when the KV caches cannot hold it."""
+
+    wanted_transport: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    is_max_model_len_given: bool
+    ring_slots: int
+    start_timeout_seconds: float = 300.0
+    max_sample_len: int = 1
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Ranks that are linked and ready for plans; ``channels[rank]`` leads to each."""
+
+    channels: Sequence[Channel]
+    offers: Sequence[Offer]
+    limits: Limits
+    transport: str
+    reason: str
+    epoch: int
+
+
+async def assemble(channels: Mapping[int, Channel], setups: Sequence[Setup], config: PipelineConfig) -> Pipeline:
+    """Have every rank load its slice and link up. Raises what the first rank to fail reported."""
+    ordered = [channels[setup.rank] for setup in setups]
+    for channel, setup in zip(ordered, setups, strict=True):
+        channel.send(setup)
+    deadline = asyncio.get_running_loop().time() + config.start_timeout_seconds
+    hellos = await _each(ordered, deadline, Hello)
+    for rank, hello in enumerate(hellos):
+        check_hello(hello, rank, len(setups))
+    offers = [hello.offer for hello in hellos]
+    check_layers(offers)
+    check_boundaries(offers)
+    check_tied_embeddings(offers)
+    limits = agree_limits(offers, config)
+    epoch = 0
+    while True:
+        transport, reason = choose_transport(offers, config.wanted_transport)
+        failed = await _link(ordered, offers, epoch, transport, config, limits, deadline)
+        if not failed:
+            return Pipeline(ordered, offers, limits, transport, reason, epoch)
+        if config.wanted_transport != "auto":
+            raise TransportUnavailable(f"--pp-transport {transport}: rank {failed[0].rank} cannot: {failed[0].reason}")
+        offers = strike(offers, failed)
+        epoch += 1
+
+
+def check_layers(offers: Sequence[Offer]) -> None:
+    """Every layer is owned by exactly one rank, in order."""
+    expected = 0
+    for rank, offer in enumerate(offers):
+        if offer.first_layer != expected or offer.end_layer <= offer.first_layer:
+            raise ControlError(
+                f"rank {rank} owns layers {offer.first_layer}..{offer.end_layer - 1}, must begin with layer {expected}"
+            )
+        expected = offer.end_layer
+    if expected != offers[0].num_layers:
+        raise ControlError(f"the ranks own {expected} layers, the model has {offers[0].num_layers}")
+
+
+def check_boundaries(offers: Sequence[Offer]) -> None:
+    """Every rank means the same tensors by a stage boundary."""
+    for rank, offer in enumerate(offers):
+        if offer.boundary != offers[0].boundary or offer.block_size != offers[0].block_size:
+            raise ControlError(
+                f"rank {rank} has boundary {offer.boundary} and KV blocks of {offer.block_size} tokens, "
+                f"rank 0 {offers[0].boundary} and {offers[0].block_size}"
+            )
+
+
+def check_tied_embeddings(offers: Sequence[Offer]) -> None:
+    """Tied embeddings are equal, bit by bit, on the first and the last stage."""
+    first, last = offers[0], offers[-1]
+    if first.tied_embeddings and first.embedding_checksum != last.embedding_checksum:
+        raise ControlError(
+            f"the tied embeddings differ: checksum {first.embedding_checksum:#010x} on rank 0, "
+            f"{last.embedding_checksum:#010x} on rank {len(offers) - 1}"
+        )
+
+
+def agree_limits(offers: Sequence[Offer], config: PipelineConfig) -> Limits:
+    """Sizes for all ranks; the rank with the least room for KV blocks decides their number."""
+    num_blocks = min(offer.max_blocks for offer in offers)
+    block_size = offers[0].block_size
+    max_model_len = config.max_model_len
+    if num_blocks * block_size < max_model_len:
+        smallest = min(range(len(offers)), key=lambda rank: offers[rank].max_blocks)
+        if config.is_max_model_len_given or num_blocks < 2:
+            raise ConfigError(
+                f"--max-model-len {max_model_len}: the KV cache of rank {smallest} holds {num_blocks * block_size} tokens "
+                "and must hold at least one request of that length; raise --kv-cache-memory-bytes or lower it"
+            )
+        max_model_len = num_blocks * block_size
+    return Limits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        max_sample_len=config.max_sample_len,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        lane_depth=len(offers),
+        ring_slots=config.ring_slots,
+    )
+
+
+def strike(offers: Sequence[Offer], failed: Sequence[LinkFailed]) -> list[Offer]:
+    """The offers without the transports that failed, for the next try."""
+    struck = list(offers)
+    for failure in failed:
+        transports = struck[failure.rank].transports | {failure.transport: failure.reason}
+        struck[failure.rank] = msgspec.structs.replace(struck[failure.rank], transports=transports)
+    return struck
+
+
+def describe(pipeline: Pipeline) -> str:
+    """The table that is shown at start: a line per rank."""
+    lines = ["rank    layers  parameters    weights loaded in  RSS grew KV blocks  transport"]
+    for rank, offer in enumerate(pipeline.offers):
+        layers = f"{offer.first_layer}..{offer.end_layer - 1}"
+        lines.append(
+            f"{rank:>4} {layers:>9} {offer.num_parameters / 1e6:>9.1f} M {offer.slice_bytes / 2**20:>6.0f} MiB "
+            f"{offer.load_seconds:>7.1f} s {offer.load_growth_bytes / 2**20:>5.0f} MiB {pipeline.limits.num_blocks:>9}  "
+            f"{pipeline.transport}"
+        )
+    return "\n".join(lines)
+
+
+async def _link(
+    channels: Sequence[Channel],
+    offers: Sequence[Offer],
+    epoch: int,
+    transport: str,
+    config: PipelineConfig,
+    limits: Limits,
+    deadline: float,
+) -> list[LinkFailed]:
+    """Send one Epoch to every rank; returns the ranks that could not link."""
+    fds_of: list[list[int]] = [[] for _ in offers]
+    if transport == "shared_memory":
+        fds_of = create_links_for(len(offers), link_sizes(offers[0].boundary, limits), epoch)
+    try:
+        for channel, fds in zip(channels, fds_of, strict=True):
+            channel.send(Epoch(epoch, list(offers), config.wanted_transport, limits, len(fds)), fds)
+    finally:
+        for fd in (fd for fds in fds_of for fd in fds):
+            os.close(fd)
+    answers = await _each(channels, deadline, Linked, LinkFailed)
+    return [answer for answer in answers if isinstance(answer, LinkFailed)]
+
+
+async def _each(channels: Sequence[Channel], deadline: float, *kinds: type[M]) -> list[M]:
+    """One message from every rank, of one of ``kinds``; the first failure of any rank is raised at once."""
+    waits: list[asyncio.Task[M]] = []
+    try:
+        async with asyncio.timeout_at(deadline), asyncio.TaskGroup() as tasks:
+            for rank, channel in enumerate(channels):
+                waits.append(tasks.create_task(_one(rank, channel, kinds), name=f"answer of rank {rank}"))
+    except TimeoutError:
+        missing = [rank for rank, wait in enumerate(waits) if wait.cancelled()]
+        raise StageFailed(missing[0], f"--start-timeout passed; no answer from ranks {missing}") from None
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
+    return [wait.result() for wait in waits]
+
+
+async def _one(rank: int, channel: Channel, kinds: tuple[type[M], ...]) -> M:
+    try:
+        message = await channel.receive()
+    except ChannelClosed:
+        raise StageFailed(rank, "its process ended while it started") from None
+    if isinstance(message, kinds):
+        return message
+    if isinstance(message, RankFailed):
+        raise failure(message)
+    raise ControlError(f"rank {rank} sent {type(message).__name__}, expected {' or '.join(kind.__name__ for kind in kinds)}")
+
+
+def failure(message: RankFailed) -> StagewireError:
+    """What a rank's last message says, as an exception."""
+    return ConfigError(message.cause) if message.is_config_error else StageFailed(message.rank, message.cause)

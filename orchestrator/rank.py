@@ -1,0 +1,190 @@
+"""RankWorker: one rank's loop. It applies the engine's plans in order and reports how they went.
+
+It decides nothing: what a rank does in a step, and when an epoch begins and ends, arrives on the control channel.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from metrics.recorder import Recorder, Span, SpanKind
+from orchestrator.control import Channel, ChannelClosed
+from orchestrator.waiting import Waker
+from stages.device import Point
+from stages.errors import ControlError, PeerLost, StagewireError, one_line
+from stages.plan import Drain, EndEpoch, Epoch, Linked, LinkFailed, StepDone, StepPlan, StepResult, encode, plan_hash
+
+log = logging.getLogger(__name__)
+
+
+class Work(Protocol):
+    @property
+    def start(self) -> Point: ...
+    @property
+    def end(self) -> Point: ...
+
+
+class Operation(Protocol):
+    @property
+    def kind(self) -> SpanKind: ...
+    @property
+    def peer(self) -> int: ...
+    @property
+    def enqueue(self) -> Callable[[StepPlan], Work]: ...
+
+
+class Stage(Protocol):
+    """What a RankWorker drives: ``stages.stage.Stage``, seen without torch."""
+
+    @property
+    def operations(self) -> Sequence[Operation]: ...
+    def begin(self, plan: StepPlan) -> None: ...
+    def result(self, plan: StepPlan) -> StepResult | None: ...
+    def poison(self, cause: BaseException) -> None: ...
+    def close(self) -> None: ...
+
+
+class OpenedStage(Protocol):
+    """A stage with its links built, and why this transport was chosen."""
+
+    @property
+    def stage(self) -> Stage: ...
+    @property
+    def transport(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+
+
+OpenStage = Callable[[Epoch, list[int]], OpenedStage]
+"""Builds the stage of an epoch from its message and the file descriptors that came with it, which it takes over."""
+
+
+class RankWorker:
+    """Serves one rank until the engine drains it or its channel closes."""
+
+    def __init__(self, rank: int, channel: Channel, open_stage: OpenStage, recorder: Recorder) -> None:
+        self._rank = rank
+        self._channel = channel
+        self._open_stage = open_stage
+        self._recorder = recorder
+        self._waker = Waker(asyncio.get_running_loop())
+        self._stage: Stage | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+
+    async def run(self) -> None:
+        """Return after Drain, with everything that was planned finished. Raises ``ChannelClosed`` when the engine is gone."""
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                await self._follow_orders()
+        except BaseExceptionGroup as group:
+            # What goes wrong in a step is reported with it; what is raised here is the end of the channel.
+            raise group.exceptions[0] from None
+        finally:
+            self._end_epoch(PeerLost(f"rank {self._rank} ends"))
+            self._waker.close()
+
+    async def _follow_orders(self) -> None:
+        while True:
+            try:
+                message = await self._channel.receive()
+            except ChannelClosed:
+                self._end_epoch(PeerLost(f"rank {self._rank}: the engine is gone"))
+                raise
+            match message:
+                case StepPlan():
+                    self._start_step(message)
+                case Epoch():
+                    self._begin_epoch(message)
+                case EndEpoch():
+                    self._end_epoch(PeerLost(f"epoch {message.epoch} ended: {message.cause}"))
+                case Drain():
+                    return
+                case _:
+                    raise ControlError(f"rank {self._rank}: the engine sent an unexpected {type(message).__name__}")
+
+    def _begin_epoch(self, epoch: Epoch) -> None:
+        fds = self._channel.take_fds(epoch.num_fds)
+        try:
+            opened = self._open_stage(epoch, fds)
+        except StagewireError as exc:
+            self._channel.send(LinkFailed(epoch.epoch, self._rank, epoch.wanted_transport, one_line(exc)))
+            return
+        self._stage = opened.stage
+        self._channel.send(Linked(epoch.epoch, self._rank, opened.transport, opened.reason))
+
+    def _end_epoch(self, cause: BaseException) -> None:
+        if self._stage is not None:
+            stage, self._stage = self._stage, None
+            stage.poison(cause)
+            stage.close()
+
+    def _start_step(self, plan: StepPlan) -> None:
+        """Enqueue everything this rank does in a step, then let one task for each piece of work await its end."""
+        stage = self._stage
+        if stage is None:
+            return  # a plan that was under way when the epoch ended
+        assert self._tasks is not None
+        stage.begin(plan)
+        works = [(operation, operation.enqueue(plan)) for operation in stage.operations]
+        step = _Step(stage, plan, len(works))
+        for operation, work in works:
+            self._tasks.create_task(self._follow(step, operation, work), name=f"{operation.kind} {plan.step_id}")
+
+    async def _follow(self, step: "_Step", operation: Operation, work: Work) -> None:
+        try:
+            await self._waker.reached(work.end)
+            if operation.kind == "forward":
+                self._send_result(step)
+                step.stage_seconds = (work.end.reached_at_ns - work.start.reached_at_ns) / 1e9
+            self._recorder.record(
+                Span(step.plan.step_id, operation.kind, operation.peer, work.start.reached_at_ns, work.end.reached_at_ns)
+            )
+        except Exception as exc:  # noqa: BLE001  the task's edge: whatever ended the work is reported
+            # At once: what else this step enqueued may wait for a peer that now gets nothing.
+            self._report_failure(step, exc)
+            return
+        step.num_left -= 1
+        if step.num_left == 0:
+            self._send_done(step, error="")
+
+    def _send_result(self, step: "_Step") -> None:
+        result = step.stage.result(step.plan)
+        if result is not None and self._stage is step.stage:
+            self._channel.send(result)
+
+    def _report_failure(self, step: "_Step", cause: Exception) -> None:
+        if step.has_failed:
+            return  # the work after it, which could only fail too
+        step.has_failed = True
+        if not isinstance(cause, PeerLost):  # that one is a consequence, and told where it began
+            log.error("rank %d, step %d failed", self._rank, step.plan.step_id, exc_info=cause)
+        self._send_done(step, error=one_line(cause))
+
+    def _send_done(self, step: "_Step", error: str) -> None:
+        if self._stage is not step.stage:
+            return  # after the end of its epoch nothing more is reported of it
+        plan = step.plan
+        self._channel.send(
+            StepDone(
+                epoch=plan.epoch,
+                step_id=plan.step_id,
+                rank=self._rank,
+                plan_hash=plan_hash(encode(plan)),
+                verdict=not error,
+                stage_seconds=step.stage_seconds,
+                error=error,
+            )
+        )
+
+
+@dataclass
+class _Step:
+    """A step in flight on this rank; done when ``num_left`` pieces of its work are."""
+
+    stage: Stage
+    plan: StepPlan
+    num_left: int
+    stage_seconds: float = 0.0
+    has_failed: bool = False

@@ -1,0 +1,95 @@
+"""The composition root: builds a Stage and hands it to a RankWorker. The one place where torch and asyncio meet.
+
+``python -m orchestrator.rank_main --parent PID --control RANK:FD [--control RANK:FD ...]``: one process serves one rank, or
+all of them under the ``memory`` transport. What to load arrives on the control channel.
+"""
+
+import argparse
+import asyncio
+import gc
+import logging
+import socket
+import sys
+from collections.abc import Callable, Sequence
+
+import uvloop
+
+from metrics.recorder import Recorder, SpanLog
+from orchestrator import __version__
+from orchestrator.control import Channel, ChannelClosed, SocketChannel
+from orchestrator.launch import die_with_parent, open_control
+from orchestrator.rank import RankWorker
+from stages.assembly import RankAssembly, load_rank
+from stages.errors import ConfigError, ControlError, StagewireError, one_line
+from stages.plan import PROTOCOL_VERSION, Hello, Offer, RankFailed, Setup
+from stages.transport.memory import MemoryHub
+
+log = logging.getLogger(__name__)
+
+DRAINED = 0
+FAILED = 1
+USAGE = 2
+
+
+LoadRank = Callable[[Setup, MemoryHub | None], tuple[RankAssembly, Offer]]
+"""Loads what a Setup says; the hub is shared by the ranks of a process, None when it serves one."""
+
+
+def main(argv: Sequence[str] | None = None, load: LoadRank = load_rank) -> int:
+    """Serve the ranks that the arguments name until the engine drains them; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="stagewire rank", description="Serve one stage of a pipeline.", allow_abbrev=False)
+    parser.add_argument("--parent", type=int, metavar="PID", help="end when this process ends")
+    parser.add_argument("--control", action="append", required=True, metavar="RANK:FD", help="a connected control socket")
+    parser.add_argument("--log-level", default="info")
+    args = parser.parse_args(argv)
+    if args.parent is not None:
+        die_with_parent(args.parent)
+    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+    return uvloop.run(serve_ranks(dict(sorted(open_control(argument) for argument in args.control)), load))
+
+
+async def serve_ranks(sockets: dict[int, socket.socket], load: LoadRank) -> int:
+    hub = MemoryHub() if len(sockets) > 1 else None
+    channels = {rank: SocketChannel(sock, peer="the engine") for rank, sock in sockets.items()}
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for rank, channel in channels.items():
+                tasks.create_task(serve_rank(rank, channel, hub, load, SpanLog()), name=f"rank {rank}")
+    except BaseExceptionGroup as group:
+        return await _report(channels, group.exceptions[0])
+    for channel in channels.values():
+        await channel.aclose()
+    return DRAINED
+
+
+async def serve_rank(rank: int, channel: Channel, hub: MemoryHub | None, load: LoadRank, recorder: Recorder) -> None:
+    """One rank's life: its Setup, its slice of the model, its Hello, then plans."""
+    setup = await channel.receive()
+    if not isinstance(setup, Setup) or setup.rank != rank:
+        raise ControlError(f"rank {rank}: the engine's first message is {setup}, must be this rank's Setup")
+    assembly, offer = load(setup, hub)
+    # What importing and loading made lives as long as the process: a full collection would walk all of it, for 0.3 s.
+    gc.collect()
+    gc.freeze()
+    channel.send(Hello(PROTOCOL_VERSION, __version__, rank, setup.world_size, offer))
+    await RankWorker(rank, channel, assembly.open, recorder).run()
+
+
+async def _report(channels: dict[int, SocketChannel], cause: BaseException) -> int:
+    """Tell the engine why this process ends."""
+    if isinstance(cause, ChannelClosed):
+        log.debug("the engine is gone")
+        return FAILED
+    if not isinstance(cause, StagewireError):
+        log.critical("unexpected error", exc_info=cause)
+    for rank, channel in channels.items():
+        try:
+            channel.send(RankFailed(rank, one_line(cause), isinstance(cause, ConfigError)))
+            await channel.aclose()
+        except ControlError:
+            log.debug("the engine is gone")
+    return USAGE if isinstance(cause, ConfigError) else FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

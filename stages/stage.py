@@ -1,0 +1,222 @@
+"""A stage: one rank's runner, sampler, links and streams, put together for one epoch.
+
+A stage enqueues and returns Points. What it does in a step follows from where it stands in the pipeline and is fixed
+when it is built: ``operations`` lists it, in the order in which it is enqueued.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from metrics.recorder import SpanKind
+from stages.device import HostStream, Point
+from stages.plan import Limits, SampledRow, StepPlan, StepResult, TensorSchema
+from stages.pp_handler import PPHandler
+from stages.sampler import Sampler, SamplerOutput
+from stages.slots import SlotTable
+from stages.topology import PPGroup
+from stages.transport.base import IntermediateTensors, PPTransport, StepShape
+
+NO_PEER = -1
+NUM_OUTPUT_BUFFERS = 2  # compute writes one while the transport still reads the other
+
+
+class Runner(Protocol):
+    """What a stage computes: ``StageRunner`` for a model."""
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Apply the plan's frees and blocks and build its inputs. In plan order, on the caller's thread; never waits."""
+        ...
+
+    def forward(self, plan: StepPlan, hidden: torch.Tensor | None) -> torch.Tensor:
+        """In stream order: hidden states ``[num_tokens, width]``, or logits ``[num_reqs, vocab]`` on the last stage."""
+        ...
+
+
+@dataclass(frozen=True)
+class Work:
+    """What was enqueued on a stream between two Points."""
+
+    start: Point
+    end: Point
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One thing a stage does in every step; ``peer`` is the rank at the other end, ``NO_PEER`` for none."""
+
+    kind: SpanKind
+    peer: int
+    enqueue: Callable[[StepPlan], Work]
+
+
+class Stage:
+    """One rank's part of the pipeline on host streams, for one epoch.
+
+    ``begin(plan)``, then each of ``operations`` in order, once for each plan in plan order. All of them enqueue and return;
+    all are called from one thread. ``transport`` and ``handler`` are None without pipeline parallelism. ``compute`` is the
+    stream the transport was built with; the stage owns it, and closes it.
+    """
+
+    operations: tuple[Operation, ...]
+
+    def __init__(
+        self,
+        *,
+        group: PPGroup,
+        limits: Limits,
+        boundary: TensorSchema,
+        compute: HostStream,
+        runner: Runner,
+        sampler: Sampler,
+        slots: SlotTable,
+        transport: PPTransport | None,
+        handler: PPHandler | None,
+    ) -> None:
+        self._group = group
+        self._compute = compute
+        self._runner = runner
+        self._sampler = sampler
+        self._slots = slots
+        self._transport = transport
+        self._handler = handler
+        self._boundary = boundary
+        self._hidden_in: IntermediateTensors | None = None
+        self._hidden_out: IntermediateTensors | None = None
+        self._forward_work: Work | None = None
+        self._token_points: dict[int, Point] = {}  # step_id -> its sampled tokens are in ``slots`` here
+        self._sampled: dict[int, SamplerOutput] = {}  # last rank: until ``result`` takes it
+
+        operations: list[Operation] = []
+        if transport is not None and not group.is_first_rank:
+            operations.append(Operation("recv", group.prev_rank, self._enqueue_recv))
+        if handler is not None and not group.is_last_rank:
+            # Before the forward, which runs at once: what is enqueued after it competes with it for the interpreter.
+            operations.append(Operation("token_receive", group.last_rank, self._enqueue_receive_tokens))
+        operations.append(Operation("forward", NO_PEER, self._enqueue_forward))
+        if transport is not None and handler is not None:
+            if group.is_last_rank:
+                operations.append(Operation("token_broadcast", NO_PEER, self._enqueue_broadcast))
+            else:
+                self._outputs = torch.empty(
+                    (NUM_OUTPUT_BUFFERS, limits.max_num_batched_tokens, boundary.width), dtype=getattr(torch, boundary.dtype)
+                )
+                self._output_is_free: list[Point | None] = [None] * NUM_OUTPUT_BUFFERS
+                operations.append(Operation("send", group.next_rank, self._enqueue_send))
+        self.operations = tuple(operations)
+        self._compute_step = self._sample_step if group.is_last_rank else self._hidden_step
+
+    def begin(self, plan: StepPlan) -> None:
+        """Take up the next plan: its operations may be enqueued now."""
+        self._runner.prepare(plan)
+        if self._transport is not None and self._handler is not None:
+            self._transport.begin_step(StepShape(plan.step_id, plan.num_tokens, plan.num_in_flight))
+            self._handler.begin_step(plan.step_id)
+
+    def result(self, plan: StepPlan) -> StepResult | None:
+        """What was sampled in a step, once its forward is reached; None unless this is the last rank. Once for each step."""
+        output = self._sampled.pop(plan.step_id, None)
+        if output is None:
+            return None
+        token_ids = output.sampled_token_ids.tolist()
+        num_sampled = output.num_sampled.tolist()
+        num_rejected = output.num_rejected.tolist()
+        rows = [
+            SampledRow(row.slot, row.generation, ids[:count], rejected, [], "" if count else "its logits are not finite")
+            for row, ids, count, rejected in zip(plan.sampled_rows, token_ids, num_sampled, num_rejected, strict=True)
+        ]
+        return StepResult(plan.epoch, plan.step_id, rows)
+
+    def poison(self, cause: BaseException) -> None:
+        """Local and immediate: every wait for a peer falls through with ``cause``. Never blocks, never raises."""
+        if self._transport is not None and self._handler is not None:
+            self._transport.poison(cause)
+            self._handler.poison(cause)
+
+    def close(self) -> None:
+        """Free streams and links. Waits for what is enqueued, which after ``poison`` is at once. May be called twice."""
+        self._compute.close()
+        if self._transport is not None and self._handler is not None:
+            self._transport.close()
+            self._handler.close()
+
+    # ---- operations -----------------------------------------------------------------------------------------------
+
+    def _enqueue_recv(self, plan: StepPlan) -> Work:
+        assert self._transport is not None
+        start = self._forward_work.end if self._forward_work is not None else self._compute.record()
+        self._hidden_in = self._transport.recv(self._group)
+        return Work(start, self._hidden_in.ready)
+
+    def _enqueue_forward(self, plan: StepPlan) -> Work:
+        for step_id in plan.needs_tokens_of:
+            if (point := self._token_points.get(step_id)) is not None:
+                self._compute.wait(point)
+        received = self._hidden_in
+        start = received.ready if received is not None and not plan.needs_tokens_of else self._compute.record()
+        self._compute_step(plan, received)
+        if self._hidden_in is not None:
+            self._hidden_in.release(self._compute)
+            self._hidden_in = None
+        self._forward_work = Work(start, self._compute.record())
+        return self._forward_work
+
+    def _hidden_step(self, plan: StepPlan, received: IntermediateTensors | None) -> None:
+        index = plan.step_id % NUM_OUTPUT_BUFFERS
+        if (is_free := self._output_is_free[index]) is not None:
+            self._compute.wait(is_free)
+        out = self._outputs[index][: plan.num_tokens]
+        self._compute.launch(lambda: void(out.copy_(self._runner.forward(plan, self._tensor(received)))))
+        self._hidden_out = IntermediateTensors({self._boundary.name: out}, self._compute.record())
+
+    def _sample_step(self, plan: StepPlan, received: IntermediateTensors | None) -> None:
+        output = self._sampled[plan.step_id] = SamplerOutput.empty(len(plan.sampled_rows), plan.max_sample_len)
+
+        def run() -> None:
+            logits = self._runner.forward(plan, self._tensor(received))
+            self._sampler.sample(logits, plan.rows, plan.max_sample_len, output)
+            self._slots.scatter(plan.sampled_rows, output.sampled_token_ids, output.num_sampled, output.num_rejected)
+
+        self._compute.launch(run)
+
+    def _tensor(self, received: IntermediateTensors | None) -> torch.Tensor | None:
+        return None if received is None else received[self._boundary.name]
+
+    def _enqueue_send(self, plan: StepPlan) -> Work:
+        assert self._transport is not None
+        assert self._hidden_out is not None
+        end = self._transport.send(self._hidden_out, self._group)
+        self._output_is_free[plan.step_id % NUM_OUTPUT_BUFFERS] = end
+        start, self._hidden_out = self._hidden_out.ready, None
+        return Work(start, end)
+
+    def _enqueue_broadcast(self, plan: StepPlan) -> Work:
+        assert self._handler is not None
+        assert self._forward_work is not None
+        output = self._sampled[plan.step_id]
+        end = self._handler.maybe_broadcast_sampled_tokens(output, output.num_sampled, output.num_rejected)
+        assert end is not None
+        return Work(self._forward_work.end, end)
+
+    def _enqueue_receive_tokens(self, plan: StepPlan) -> Work:
+        assert self._handler is not None
+        rows = plan.sampled_rows
+        start = self._handler.stream.record()
+        tokens = self._handler.maybe_receive_sampled_tokens(len(rows), plan.max_sample_len)
+        assert tokens is not None
+        self._handler.stream.launch(lambda: void(self._slots.scatter(rows, *tokens)))
+        end = self._handler.stream.record()
+        self._forget_reached_token_points()
+        self._token_points[plan.step_id] = end
+        return Work(start, end)
+
+    def _forget_reached_token_points(self) -> None:
+        """Drop the Points whose tokens have arrived: nobody needs to wait for them. Leaves the steps in flight."""
+        for step_id in [step_id for step_id, point in self._token_points.items() if point.reached_at_ns]:
+            del self._token_points[step_id]
+
+
+def void(_: object) -> None:
+    """Drops a value, where a callable must return None."""

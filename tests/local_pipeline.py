@@ -1,0 +1,93 @@
+"""A whole pipeline in one process: the engine, and a RankWorker with a real Stage for every rank, on one loop."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import torch
+
+from metrics.recorder import SpanLog
+from orchestrator.control import Channel, ChannelClosed, memory_channel_pair
+from orchestrator.engine import Engine
+from orchestrator.rank_main import LoadRank, serve_rank
+from orchestrator.request import SamplingParams
+from stages.assembly import RankAssembly, Slice, host_id, offered_transports
+from stages.plan import Offer, Setup
+from stages.transport.memory import MemoryHub
+from tests.served_engine import Sizes, serving_engine
+
+
+@dataclass(frozen=True)
+class LocalPipeline:
+    engine: Engine
+    recorders: Sequence[SpanLog]
+    serving: asyncio.Task[None]
+
+    async def tokens(self, name: str, prompt: list[int], **params: object) -> list[int]:
+        """All tokens of one request; greedy unless ``params`` say otherwise."""
+        sampling = SamplingParams(**({"max_tokens": 16, "temperature": 0.0} | params))  # type: ignore[arg-type]
+        return [t async for chunk in self.engine.generate(name, prompt, sampling) for t in chunk.token_ids]
+
+
+@asynccontextmanager
+async def local_pipeline(
+    slices: Sequence[Slice], transport: str = "memory", sizes: Sizes | None = None
+) -> AsyncIterator[LocalPipeline]:
+    """Start, serve, and drain at the end; a rank that ends with an error fails the test."""
+    sizes = sizes or Sizes()
+    hub = MemoryHub()
+    channels: dict[int, Channel] = {}
+    recorders = [SpanLog() for _ in slices]
+    async with asyncio.TaskGroup() as ranks:
+        for rank, recorder in enumerate(recorders):
+            channels[rank], theirs = memory_channel_pair((f"rank {rank}", "the engine"))
+            ranks.create_task(_serve_rank(rank, theirs, slices, hub, sizes, recorder), name=f"rank {rank}")
+        async with serving_engine(channels, slices[0].vocab_size, transport, sizes) as (engine, serving):
+            yield LocalPipeline(engine, recorders, serving)
+
+
+async def _serve_rank(
+    rank: int, channel: Channel, slices: Sequence[Slice], hub: MemoryHub, sizes: Sizes, recorder: SpanLog
+) -> None:
+    try:
+        await serve_rank(rank, channel, hub, slice_loader(slices, sizes.num_blocks), recorder)
+    except ChannelClosed:
+        pass  # how a rank ends when the engine gave up; a drained one never sees it
+    finally:
+        await channel.aclose()
+
+
+def slice_loader(slices: Sequence[Slice], num_blocks: int) -> LoadRank:
+    """A loader that serves given slices, each with a KV pool of ``num_blocks``."""
+
+    def load(setup: Setup, hub: MemoryHub | None) -> tuple[RankAssembly, Offer]:
+        if setup.cpus:
+            os.sched_setaffinity(0, setup.cpus)
+        torch.set_num_threads(setup.num_threads)
+        slice_ = slices[setup.rank]
+        offer = Offer(
+            host_id=host_id(),
+            process_id=os.getpid(),
+            device="cpu",
+            transports=offered_transports(hub),
+            boundary=[slice_.boundary],
+            bytes_per_row=4 * slice_.boundary.width,
+            first_layer=slice_.info.first_layer,
+            end_layer=slice_.info.end_layer,
+            num_layers=slice_.info.num_layers,
+            num_parameters=0,
+            slice_bytes=0,
+            load_growth_bytes=0,
+            load_seconds=0.0,
+            num_threads=setup.num_threads,
+            block_size=setup.block_size,
+            block_bytes=1,
+            max_blocks=num_blocks,
+            tied_embeddings=False,
+            embedding_checksum=0,
+        )
+        return RankAssembly(slice_, hub), offer
+
+    return load

@@ -1,0 +1,15 @@
+"""A rank of the toy model as a process: ``python -m tests.toy_rank STAGES SECONDS`` and what the launcher adds.
+
+Every forward takes ``SECONDS`` in all.
+"""
+
+import sys
+
+from orchestrator.rank_main import main
+from tests.local_pipeline import slice_loader
+from tests.served_engine import Sizes
+from tests.toy_model import toy_slices
+
+if __name__ == "__main__":
+    slices = toy_slices(int(sys.argv[1]), forward_seconds=float(sys.argv[2]))
+    sys.exit(main(sys.argv[3:], slice_loader(slices, Sizes().num_blocks)))
