@@ -1,0 +1,55 @@
+"""Routes for those who watch the server, and what it says of its model."""
+
+from prometheus_client.exposition import choose_encoder
+from starlette.requests import Request
+from starlette.responses import Response
+
+from orchestrator import __version__
+from orchestrator.api.endpoint import Service
+from orchestrator.api.errors import ApiError
+from orchestrator.api.responses import json_response
+from orchestrator.api.schema import ModelCard, ModelList
+from orchestrator.request import EngineState, NotReady
+
+
+class Probes:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        engine, metrics = service.engine, service.metrics
+        metrics.requests_running.set_function(lambda: engine.num_running)
+        metrics.requests_waiting.set_function(lambda: engine.num_waiting)
+
+    async def livez(self, request: Request) -> Response:
+        """200 while the process lives."""
+        return json_response({"status": "alive"})
+
+    async def readyz(self, request: Request) -> Response:
+        """200 while requests are admitted, else 503 and why not."""
+        state = self._service.engine.state
+        if state is EngineState.READY:
+            return json_response({"status": state})
+        headers = {"retry-after": str(NotReady.retry_after_seconds)}
+        return json_response({"status": state, "reason": f"the server is {state}"}, 503, headers)
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": __version__})
+
+    async def metrics(self, request: Request) -> Response:
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(self._service.metrics.registry), headers={"content-type": content_type})
+
+    async def models(self, request: Request) -> Response:
+        return json_response(ModelList(data=[self._card()]))
+
+    async def model(self, request: Request) -> Response:
+        card = self._card()
+        name: str = request.path_params["name"]
+        if name != card.id:
+            raise ApiError(404, f"model {name[:100]}: not served here; this server has {card.id}", code="model_not_found")
+        return json_response(card)
+
+    def _card(self) -> ModelCard:
+        model = self._service.engine.served_model
+        if model is None:
+            raise NotReady(f"the server is {self._service.engine.state}")
+        return ModelCard(id=model.name, created=model.created, root=model.name, max_model_len=model.max_model_len)

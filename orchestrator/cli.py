@@ -1,0 +1,139 @@
+"""The ``stagewire`` command. Exit codes: 0 drained, 1 runtime failure, 2 usage."""
+
+import argparse
+import logging
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from orchestrator import __version__
+from orchestrator.config import OPTIONS, ServeConfig, load_config, suggestion
+from stages.errors import ConfigError, StagewireError, one_line
+
+DRAINED = 0
+FAILED = 1
+USAGE = 2
+
+COMMANDS = {
+    "serve": "serve a model over HTTP",
+    "rank": "run one stage of a pipeline; started by serve, or by torchrun on other hosts",
+    "version": "print the version",
+}
+
+_logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. An error is the last line on the screen: ``stagewire: error: ...``."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(arguments, os.environ)
+    except ConfigError as exc:
+        return _end_with(exc, USAGE)
+    except StagewireError as exc:
+        return _end_with(exc, FAILED)
+    except Exception as exc:  # the process's edge: reported, and the exit code says so
+        _logger.critical("unexpected error", exc_info=exc)
+        return _end_with(exc, FAILED)
+
+
+def _end_with(exc: Exception, code: int) -> int:
+    sys.stdout.flush()
+    print(f"stagewire: error: {one_line(exc)}", file=sys.stderr, flush=True)  # noqa: T201
+    return code
+
+
+def _run(arguments: list[str], environ: Mapping[str, str]) -> int:
+    command = arguments[0] if arguments else ""
+    if command in ("-h", "--help"):
+        print(_overview())  # noqa: T201
+        return DRAINED
+    if command in ("version", "--version", "-V"):
+        print(f"stagewire {__version__}")  # noqa: T201
+        return DRAINED
+    if command == "rank":
+        exec_rank(arguments[1:])
+    if command == "serve":
+        return _serve(arguments[1:], environ)
+    if not command:
+        raise ConfigError(f"no command given; one of {', '.join(COMMANDS)} is needed (see stagewire --help)")
+    raise ConfigError(f"unknown command {command}{suggestion(command, COMMANDS)}")
+
+
+def _overview() -> str:
+    lines = "\n".join(f"  {name:<9} {text}" for name, text in COMMANDS.items())
+    return f"usage: stagewire COMMAND ...\n\n{lines}\n\nstagewire COMMAND --help shows a command's options."
+
+
+def _serve(arguments: list[str], environ: Mapping[str, str]) -> int:
+    config = parse_serve(arguments, environ)
+    set_up_logging(config.log_level)
+    from orchestrator.serve import serve  # here, so that a usage error is told before a server is loaded
+
+    return serve(config)
+
+
+def exec_rank(arguments: list[str]) -> NoReturn:
+    """Become a rank: this process has loaded nothing of the server's, the rank's program loads torch."""
+    os.execv(sys.executable, [sys.executable, "-m", "orchestrator.rank_main", *arguments])
+
+
+def set_up_logging(level: str) -> None:
+    logging.basicConfig(
+        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+
+
+def parse_serve(arguments: Sequence[str], environ: Mapping[str, str]) -> ServeConfig:
+    """The config that the arguments after ``serve`` and ``STAGEWIRE_*`` variables give; ``ConfigError`` for bad ones."""
+    parser = _serve_parser()
+    found, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        raise ConfigError(_unknown_argument(unknown[0]))
+    given: dict[str, str] = {name: value for name, value in vars(found).items() if value is not None}
+    positional = given.pop("positional_model", None)
+    if positional is not None:
+        if given.get("model", positional) != positional:
+            raise ConfigError(f"--model {given['model']}: must not differ from the model given as MODEL, {positional}")
+        given["model"] = positional
+    return load_config(given, environ)
+
+
+def _unknown_argument(argument: str) -> str:
+    if not argument.startswith("-"):
+        return f"unexpected argument {argument}: one MODEL may be given, options start with --"
+    flag = argument.partition("=")[0]
+    flags = [name for option in OPTIONS for name in (option.flag, *option.aliases)]
+    return f"unknown option {flag}{suggestion(flag.replace('_', '-'), flags)}"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises ``ConfigError`` instead of printing and exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        # argparse names every spelling of an option, "-pp/--pipeline-parallel-size"; one is enough
+        raise ConfigError(re.sub(r"^argument (?:\S*/)?(\S+): ", r"\1: ", message))
+
+
+def _serve_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="stagewire serve",
+        description="Serve a model over HTTP, cut into pipeline stages.",
+        epilog="Each option can also be set by its variable; the flag wins.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="same as --model")
+    groups: dict[str, argparse._ArgumentGroup] = {}  # pyright: ignore[reportPrivateUsage]
+    for option in OPTIONS:
+        group = groups.get(option.room) or groups.setdefault(option.room, parser.add_argument_group(option.room))
+        default = "" if option.default is None or "(default" in option.help else f" (default: {option.default})"
+        group.add_argument(
+            *option.aliases,
+            option.flag,
+            dest=option.field,
+            metavar=option.field.rpartition("_")[2].upper(),
+            help=f"{option.help}{default} [{option.variable}]".replace("%", "%%"),
+        )
+    return parser

@@ -1,0 +1,288 @@
+"""``stagewire serve``: answers HTTP, drives the ranks, and ends in order. From the first bind to the last reaped child."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Coroutine, Generator
+from typing import Any
+
+import uvicorn
+import uvloop
+from prometheus_client import CollectorRegistry
+
+from metrics.catalog import Metrics
+from orchestrator.api.app import create_app
+from orchestrator.config import ServeConfig
+from orchestrator.engine import Engine
+from orchestrator.launch import Launcher, rank_environment, run_child
+from orchestrator.pipeline import Pipeline, PipelineConfig, assemble, describe
+from orchestrator.request import ServedModel
+from orchestrator.scheduler import Scheduler, SchedulerConfig
+from orchestrator.tokenizer import Tokenizer
+from stages.errors import ConfigError, StagewireError
+from stages.model.source import ModelConfig, ModelSource, conversion_command, locate_model, read_model_config
+from stages.plan import Setup
+from stages.topology import check_layer_split, check_num_stages
+
+log = logging.getLogger(__name__)
+
+DRAINED = 0
+RANK_EXIT_SECONDS = 5.0  # a drained rank frees its memory and ends; nothing it does then takes long
+ERROR_EVENTS_SECONDS = 2.0  # for streams to be told why they end, when the worker gives up
+
+
+def serve(config: ServeConfig) -> int:
+    """Serve until SIGTERM or SIGINT has drained the worker; returns 0. Raises ``StagewireError`` when it cannot, or fails."""
+    started_at = time.perf_counter()
+    source = locate_model(config.model, config.load_format)
+    if source.is_converted:
+        check_model(config, read_model_config(source.path))
+    with contextlib.closing(bind(config.host, config.port)) as sock:
+        return uvloop.run(_Worker(config, source, sock, started_at).run())
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; ``ConfigError`` naming ``--host`` or ``--port`` when there is none to be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as exc:
+        raise ConfigError(f"--host {host}: must be an address of this machine ({exc.strerror})") from None
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(1024)
+    except OSError as exc:
+        sock.close()
+        raise ConfigError(f"--port {port}: must be free on {host} ({exc.strerror})") from None
+    return sock
+
+
+def check_model(config: ServeConfig, model: ModelConfig) -> None:
+    """``ConfigError`` when the options do not fit the model."""
+    check_num_stages(model.num_layers, config.pipeline_parallel_size)
+    if config.layer_split is not None:
+        check_layer_split(config.layer_split, model.num_layers, config.pipeline_parallel_size)
+    if config.max_model_len is not None and config.max_model_len > model.max_model_len:
+        raise ConfigError(f"--max-model-len {config.max_model_len}: must be at most the model's context, {model.max_model_len}")
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers: the worker decides when it ends."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class _Worker:
+    """One life of the worker."""
+
+    def __init__(self, config: ServeConfig, source: ModelSource, sock: socket.socket, started_at: float) -> None:
+        self._config = config
+        self._source = source
+        self._sock = sock
+        self._started_at = started_at
+        self._engine = Engine()
+        self._tokenizer: Tokenizer | None = None
+        self._launcher = Launcher()
+        self._is_stopping = asyncio.Event()  # the first SIGTERM or SIGINT
+        self._is_aborting = asyncio.Event()  # the second
+        app = create_app(self._engine, lambda: self._tokenizer, config, Metrics(CollectorRegistry()))
+        self._http = _HttpServer(
+            uvicorn.Config(app, loop="none", lifespan="off", log_config=None, access_log=False, server_header=False)
+        )
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._on_signal)
+        http = asyncio.create_task(self._http.serve(sockets=[self._sock]), name="http")
+        try:
+            return await self._live()
+        finally:
+            self._http.should_exit = True
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ERROR_EVENTS_SECONDS):
+                    await http
+            self._launcher.kill()
+
+    def _on_signal(self) -> None:
+        (self._is_aborting if self._is_stopping.is_set() else self._is_stopping).set()
+
+    async def _live(self) -> int:
+        starting = asyncio.create_task(self._start(), name="start")
+        if await _first(starting, self._is_stopping.wait()) is not starting:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            log.info("stopped while starting")
+            return DRAINED
+        await starting
+        serving = asyncio.create_task(self._engine.serve_ranks(), name="engine")
+        try:
+            probing = asyncio.create_task(self._engine.probe(), name="probe")
+            if await _first(serving, probing) is probing:
+                await probing
+                self._announce()
+                self._engine.admit()
+                if await _first(serving, self._is_stopping.wait()) is not serving:
+                    return await self._drain(serving)
+            await serving
+            raise StagewireError("the ranks ended unasked")
+        except StagewireError as exc:
+            raise await self._explain(exc) from None
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+
+    # ---- start ----------------------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        """From a model's name to a linked pipeline."""
+        config = self._config
+        if not self._source.is_converted:
+            log.info("converting %s once; this takes a while", self._source.gguf)
+            await run_child(conversion_command(self._source))
+        model = read_model_config(self._source.path)
+        check_model(config, model)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tokenizer = tasks.create_task(asyncio.to_thread(self._load_tokenizer), name="tokenizer")
+                assembling = tasks.create_task(self._assemble(model), name="assemble")
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        self._tokenizer = tokenizer.result()
+        pipeline = assembling.result()
+        limits = pipeline.limits
+        scheduler = Scheduler(
+            SchedulerConfig(
+                num_stages=len(pipeline.channels),
+                lane_depth=limits.lane_depth,
+                max_num_seqs=limits.max_num_seqs,
+                max_num_batched_tokens=limits.max_num_batched_tokens,
+                max_model_len=limits.max_model_len,
+                num_blocks=limits.num_blocks,
+                block_size=limits.block_size,
+                max_waiting=config.max_queue,
+                eos_token_ids=model.eos_token_ids,
+                epoch=pipeline.epoch,
+            )
+        )
+        served = ServedModel(
+            name=config.served_model_name or self._source.name,
+            max_model_len=limits.max_model_len,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            created=int(time.time()),
+        )
+        self._engine.open(pipeline, scheduler, served)
+        self._pipeline = pipeline
+
+    def _load_tokenizer(self) -> Tokenizer | None:
+        if self._config.load_format == "dummy" and not (self._source.path / "tokenizer.json").is_file():
+            log.warning("no tokenizer.json beside the config: only prompts of token ids can be served")
+            return None
+        return Tokenizer.from_directory(self._source.path)
+
+    async def _assemble(self, model: ModelConfig) -> Pipeline:
+        config = self._config
+        num_ranks = config.pipeline_parallel_size
+        num_threads = config.num_threads(num_ranks)
+        ranks = list(range(num_ranks))
+        groups = [ranks] if config.pp_transport == "memory" else [[rank] for rank in ranks]
+        argv = [sys.executable, "-m", "orchestrator.rank_main", "--log-level", config.log_level]
+        await self._launcher.start(groups, lambda _: argv, rank_environment(os.environ, num_threads))
+        max_model_len = config.max_model_len or model.max_model_len
+        setups = [
+            Setup(
+                rank=rank,
+                world_size=num_ranks,
+                model_name=self._source.name,
+                model_path=str(self._source.path),
+                load_format=self._source.load_format,
+                dtype=config.dtype,
+                layer_split=list(config.layer_split or ()),
+                num_threads=num_threads,
+                cpus=config.cpus_of(rank, num_ranks) if len(groups) == num_ranks else [],
+                ranks_on_host=num_ranks,
+                block_size=config.block_size,
+                kv_cache_bytes=config.kv_cache_memory_bytes or 0,
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=max_model_len,
+            )
+            for rank in ranks
+        ]
+        return await assemble(
+            self._launcher.channels,
+            setups,
+            PipelineConfig(
+                wanted_transport=config.pp_transport,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_model_len=max_model_len,
+                is_max_model_len_given=config.max_model_len is not None,
+                ring_slots=config.ring_slots,
+                start_timeout_seconds=config.start_timeout,
+            ),
+        )
+
+    def _announce(self) -> None:
+        pipeline, limits = self._pipeline, self._pipeline.limits
+        log.info("transport %s: %s", pipeline.transport, pipeline.reason)
+        host, port = self._sock.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
+        seconds = time.perf_counter() - self._started_at
+        print(describe(pipeline), file=sys.stderr)  # noqa: T201
+        print(  # noqa: T201
+            f"Ready: http://{host}:{port} (pp {len(pipeline.channels)}, transport {pipeline.transport}, "
+            f"KV {limits.num_blocks * limits.block_size} tokens) in {seconds:.1f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    # ---- end ------------------------------------------------------------------------------------------------------
+
+    async def _drain(self, serving: asyncio.Task[None]) -> int:
+        """Finish what is open; a second signal, or ``--shutdown-timeout``, ends it instead."""
+        num_open = self._engine.num_running + self._engine.num_waiting
+        log.info("draining: %d open requests get up to %g s", num_open, self._config.shutdown_timeout)
+        try:
+            async with asyncio.timeout(self._config.shutdown_timeout):
+                draining = asyncio.create_task(self._engine.drain(), name="drain")
+                ended = await _first(draining, self._is_aborting.wait(), serving)
+                if ended is serving:
+                    await serving
+                elif ended is draining:
+                    await serving
+                    await self._launcher.stop(RANK_EXIT_SECONDS)
+                    return DRAINED
+                reason = "a second signal came"
+        except TimeoutError:
+            reason = f"--shutdown-timeout {self._config.shutdown_timeout:g} passed"
+        num_open = self._engine.num_running + self._engine.num_waiting
+        self._engine.abort(StagewireError("the worker was shut down before the request was finished"))
+        raise StagewireError(f"{reason}: {num_open} open requests were ended")
+
+    async def _explain(self, cause: StagewireError) -> StagewireError:
+        """``cause``, or what the operating system says of a rank's process when that is why."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                return StagewireError((await self._launcher.wait_failed()).cause)
+        return cause
+
+
+async def _first(*waits: asyncio.Task[Any] | Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """The task that is done first, the earliest of ``waits`` when several are. Coroutines among them are cancelled then."""
+    tasks = [wait if isinstance(wait, asyncio.Task) else asyncio.create_task(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task, wait in zip(tasks, waits, strict=True):
+            if task is not wait and not task.done():
+                task.cancel()
+    return next(task for task in tasks if task.done())
