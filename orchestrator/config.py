@@ -137,7 +137,7 @@ class ModelOptions:
         _one_of("auto", "float32", "bfloat16", "float16"),
     )
     max_model_len: int | None = _option(
-        None, "longest prompt plus answer, in tokens (default: what the model allows)", _parse_whole, _optional(_at_least(1))
+        None, "longest prompt plus answer, in tokens (default: what the model allows)", _parse_whole, _optional(_at_least(2))
     )
 
 
@@ -216,7 +216,6 @@ class ProcessOptions:
     """Process"""
 
     shutdown_timeout: float = _option(30.0, "seconds that open requests get to finish after SIGTERM", float, _SECONDS)
-    step_timeout: float = _option(10.0, "seconds without progress after which a rank counts as lost", float, _SECONDS)
     start_timeout: float = _option(300.0, "seconds in which every rank must be ready", float, _SECONDS)
     log_level: str = _option("info", "least severe messages to log", str.lower, _one_of("debug", "info", "warning", "error"))
 

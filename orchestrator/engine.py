@@ -4,25 +4,22 @@ The engine holds no GPU and loads no torch, so it survives its ranks.
 """
 
 import asyncio
-import logging
 import secrets
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 from orchestrator.control import Channel, ChannelClosed
 from orchestrator.pipeline import Pipeline, failure
 from orchestrator.request import EngineState, NotReady, Request, SamplingParams, ServedModel, TokenChunk
 from orchestrator.scheduler import Scheduler
-from stages.errors import ControlError, StageFailed, StagewireError
+from stages.errors import ControlError, RankLost, StageFailed, StagewireError
 from stages.plan import Drain, RankFailed, StepDone, StepPlan, StepResult, encode, plan_hash
-
-log = logging.getLogger(__name__)
 
 
 class Engine:
     """Serves requests over one pipeline. All methods are called from one loop.
 
-    ``opened`` once, then ``serve_ranks`` for as long as it lives; ``generate`` while ``state`` is READY.
+    ``open`` once, then ``serve_ranks`` for as long as it lives; ``generate`` while ``state`` is READY.
     """
 
     def __init__(self) -> None:
@@ -80,12 +77,13 @@ class Engine:
 
     async def probe(self) -> None:
         """Send one short request through every boundary and back; the pipeline works when this returns."""
-        params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+        num_wanted = min(2, self.scheduler.config.max_model_len - 1)  # a prefill, and a decode that reads its token
+        params = SamplingParams(max_tokens=num_wanted, temperature=0.0, ignore_eos=True)
         num_tokens = 0
         async for chunk in self._run(Request(request_id="probe", prompt_token_ids=[0], params=params, seed=0)):
             num_tokens += len(chunk.token_ids)
-        if num_tokens != params.max_tokens:
-            raise ControlError(f"the probe came back with {num_tokens} tokens, asked for {params.max_tokens}")
+        if num_tokens != num_wanted:
+            raise ControlError(f"the probe came back with {num_tokens} tokens, asked for {num_wanted}")
 
     def admit(self) -> None:
         """Open for requests."""
@@ -100,7 +98,8 @@ class Engine:
         await self._is_idle.wait()
         self._are_ranks_sent_home = True
         for channel in self._channels:
-            channel.send(Drain())
+            with suppress(ChannelClosed):  # its listener knows
+                channel.send(Drain())
 
     def abort(self, cause: StagewireError) -> None:
         """End every request now: its stream raises ``cause``. Admits nothing from now on."""
@@ -167,10 +166,8 @@ class Engine:
             self._is_idle.set()
 
     def _send(self, channel: Channel, encoded_plan: bytes) -> None:
-        try:
+        with suppress(ChannelClosed):  # its listener ends the epoch
             channel.send_encoded(encoded_plan, StepPlan.__name__)
-        except ChannelClosed:
-            log.debug("a plan did not reach a rank whose channel closed")  # its listener ends the epoch
 
     async def _listen(self, rank: int, channel: Channel) -> None:
         while True:
@@ -179,7 +176,7 @@ class Engine:
             except ChannelClosed:
                 if self._are_ranks_sent_home:
                     return
-                raise StageFailed(rank, "its process ended") from None
+                raise RankLost(rank) from None
             match message:
                 case StepResult():
                     self._take_result(message)

@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from orchestrator.control import Channel, ChannelClosed, check_hello
-from stages.errors import ConfigError, ControlError, StageFailed, StagewireError, TransportUnavailable
+from stages.errors import ConfigError, ControlError, RankLost, StageFailed, StagewireError, TransportUnavailable
 from stages.plan import Epoch, Hello, Limits, Linked, LinkFailed, Message, Offer, RankFailed, Setup
 from stages.transport.choice import choose_transport
 from stages.transport.links import create_links_for, link_sizes
@@ -195,7 +195,7 @@ async def _one(rank: int, channel: Channel, kinds: tuple[type[M], ...]) -> M:
     try:
         message = await channel.receive()
     except ChannelClosed:
-        raise StageFailed(rank, "its process ended while it started") from None
+        raise RankLost(rank) from None
     if isinstance(message, kinds):
         return message
     if isinstance(message, RankFailed):

@@ -85,6 +85,12 @@ class NotReady(StagewireError):
     retry_after_seconds = 2
 
 
+class ShutDown(StagewireError):
+    """The worker ended before the request was finished; another worker may serve it."""
+
+    retry_after_seconds = 2
+
+
 @dataclass(eq=False, kw_only=True)
 class Request:
     """One generation. The engine owns it from admission to its last token, whatever happens to the ranks.

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -21,10 +22,10 @@ from orchestrator.config import ServeConfig
 from orchestrator.engine import Engine
 from orchestrator.launch import Launcher, rank_environment, run_child
 from orchestrator.pipeline import Pipeline, PipelineConfig, assemble, describe
-from orchestrator.request import ServedModel
+from orchestrator.request import ServedModel, ShutDown
 from orchestrator.scheduler import Scheduler, SchedulerConfig
 from orchestrator.tokenizer import Tokenizer
-from stages.errors import ConfigError, StagewireError
+from stages.errors import ConfigError, RankLost, StagewireError
 from stages.model.source import ModelConfig, ModelSource, conversion_command, locate_model, read_model_config
 from stages.plan import Setup
 from stages.topology import check_layer_split, check_num_stages
@@ -95,7 +96,9 @@ class _Worker:
         self._is_aborting = asyncio.Event()  # the second
         app = create_app(self._engine, lambda: self._tokenizer, config, Metrics(CollectorRegistry()))
         self._http = _HttpServer(
-            uvicorn.Config(app, loop="none", lifespan="off", log_config=None, access_log=False, server_header=False)
+            uvicorn.Config(
+                app, loop="none", lifespan="off", log_config=None, log_level="warning", access_log=False, server_header=False
+            )
         )
 
     async def run(self) -> int:
@@ -105,6 +108,8 @@ class _Worker:
         http = asyncio.create_task(self._http.serve(sockets=[self._sock]), name="http")
         try:
             return await self._live()
+        except RankLost as exc:
+            raise await self._explain(exc) from None
         finally:
             self._http.should_exit = True
             with contextlib.suppress(TimeoutError):
@@ -124,21 +129,20 @@ class _Worker:
             return DRAINED
         await starting
         serving = asyncio.create_task(self._engine.serve_ranks(), name="engine")
+        probing = asyncio.create_task(self._engine.probe(), name="probe")
         try:
-            probing = asyncio.create_task(self._engine.probe(), name="probe")
             if await _first(serving, probing) is probing:
                 await probing
-                self._announce()
+                gc.freeze()  # what starting made lives as long as the process: no collection needs to walk it again
                 self._engine.admit()
+                self._announce()
                 if await _first(serving, self._is_stopping.wait()) is not serving:
                     return await self._drain(serving)
             await serving
             raise StagewireError("the ranks ended unasked")
-        except StagewireError as exc:
-            raise await self._explain(exc) from None
         finally:
             serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
+            await asyncio.gather(serving, probing, return_exceptions=True)
 
     # ---- start ----------------------------------------------------------------------------------------------------
 
@@ -265,15 +269,15 @@ class _Worker:
         except TimeoutError:
             reason = f"--shutdown-timeout {self._config.shutdown_timeout:g} passed"
         num_open = self._engine.num_running + self._engine.num_waiting
-        self._engine.abort(StagewireError("the worker was shut down before the request was finished"))
+        self._engine.abort(ShutDown("the worker was shut down before the request was finished"))
         raise StagewireError(f"{reason}: {num_open} open requests were ended")
 
-    async def _explain(self, cause: StagewireError) -> StagewireError:
-        """``cause``, or what the operating system says of a rank's process when that is why."""
+    async def _explain(self, lost: RankLost) -> StagewireError:
+        """What the operating system says of a lost rank's process."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
                 return StagewireError((await self._launcher.wait_failed()).cause)
-        return cause
+        return lost
 
 
 async def _first(*waits: asyncio.Task[Any] | Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:

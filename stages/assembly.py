@@ -145,6 +145,8 @@ def _offer(setup: Setup, model: StageModel, hub: MemoryHub | None) -> Offer:
 def offered_transports(hub: MemoryHub | None) -> dict[str, str]:
     """Each transport a CPU rank could use: '' when it can, else why not."""
     return {
+        "copy_engine": "computes on a CPU",
+        "nccl": "computes on a CPU",
         "shared_memory": shared_memory_obstacle(),
         "memory": "" if hub is not None else "serves its ranks in processes of their own",
     }

@@ -10,6 +10,7 @@ StagewireError
 │       └── CopyEngineUnavailable
 ├── ControlError           a control channel: malformed, oversized or out-of-order message
 └── StageFailed            a rank failed while it served; carries the rank and a one-line cause
+    └── RankLost           its process is gone, without a word
 """
 
 
@@ -59,6 +60,13 @@ class StageFailed(StagewireError):
         super().__init__(f"stage {rank} failed: {cause}")
         self.rank = rank
         self.cause = cause
+
+
+class RankLost(StageFailed):
+    """A rank's channel closed although nobody asked the rank to end; its exit status tells more."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank, "its process ended")
 
 
 def one_line(exc: BaseException) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from orchestrator.request import NotReady, QueueFull
+from orchestrator.request import NotReady, QueueFull, ShutDown
 from stages.errors import ConfigError, StageFailed
 
 _logger = logging.getLogger(__name__)
@@ -72,6 +72,9 @@ def to_api_error(exc: Exception) -> ApiError:
         case NotReady():
             headers = {"retry-after": str(exc.retry_after_seconds)}
             return ApiError(503, str(exc), code="not_ready", type="server_error", headers=headers)
+        case ShutDown():
+            headers = {"retry-after": str(exc.retry_after_seconds)}
+            return ApiError(503, str(exc), code="shut_down", type="server_error", headers=headers)
         case ConfigError():
             field = _FIELD.match(str(exc))
             return invalid(str(exc), field[1] if field else None)

@@ -23,12 +23,11 @@ from stages.assembly import Slice
 from stages.model.attention import register_attention
 from stages.model.slice import default_split, load_stage
 from stages.model.source import ModelSource
-from stages.model.support import SUPPORTED_FAMILIES
 from stages.runner import StageRunner
 from stages.topology import stage_infos
 from tests.local_pipeline import LocalPipeline, local_pipeline
 from tests.served_engine import Sizes
-from tests.stages.model_factory import write_tiny_model
+from tests.stages.model_factory import FAMILIES, write_tiny_model
 
 PROMPTS: list[str] = json.loads((Path(__file__).parent.parent / "prompts.json").read_text())
 BLOCK_SIZE = 4  # small, so that every request outgrows what it was admitted with
@@ -82,6 +81,7 @@ def reference_tokens(source: ModelSource, prompts: Sequence[list[int]], num_toke
     """Greedy tokens of ``transformers``, one prompt at a time, in float32."""
     torch.set_num_threads(1)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
     answers: list[list[int]] = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
@@ -89,7 +89,6 @@ def reference_tokens(source: ModelSource, prompts: Sequence[list[int]], num_toke
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=num_tokens,
-            min_new_tokens=num_tokens,
             do_sample=False,
             pad_token_id=0,
         )
@@ -137,7 +136,7 @@ async def check_case(source: ModelSource, case: Case, prompts: Sequence[list[int
     async with local_pipeline(model_slices(source, case.num_stages), case.transport, sizes) as pipeline:
         answers = await run_prompts(pipeline, prompts, case.num_concurrent, num_tokens)
         scheduler = pipeline.engine.scheduler
-        if case.num_concurrent > 1:
+        if case.num_concurrent > 1 and case.num_stages <= 4:  # thirty stages take one row a step: few run at a time
             assert scheduler.num_preemptions > 0, "the pool was meant to be too small"
         assert scheduler.num_free_blocks == sizes.num_blocks
     for prompt, answer, want in zip(prompts, answers, wanted, strict=True):
@@ -160,7 +159,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
 
 @pytest.fixture(scope="module")
 def tiny_prompts() -> list[list[int]]:
-    return [[3 + byte for byte in prompt.encode()][:200] for prompt in PROMPTS]
+    return [[3 + byte for byte in prompt.encode()][:120] for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="module")
@@ -183,8 +182,8 @@ async def test_a_deep_model(deep: ModelSource, tiny_prompts: list[list[int]], de
     await check_case(deep, case, tiny_prompts, deep_wanted)
 
 
-FAMILIES: list[tuple[str, dict[str, object]]] = [
-    *((family, {}) for family in sorted(SUPPORTED_FAMILIES)),
+VARIANTS: list[tuple[str, dict[str, object]]] = [
+    *FAMILIES.items(),
     ("llama", {"tie_word_embeddings": True}),
     ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
     ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -193,7 +192,7 @@ FAMILIES: list[tuple[str, dict[str, object]]] = [
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
-@pytest.mark.parametrize(("family", "overrides"), FAMILIES, ids=lambda value: str(value).replace(" ", ""))
+@pytest.mark.parametrize(("family", "overrides"), VARIANTS, ids=lambda value: str(value).replace(" ", ""))
 async def test_a_family(tmp_path: Path, family: str, overrides: dict[str, object], num_stages: int) -> None:
     source = ModelSource(family, write_tiny_model(tmp_path, family, **overrides), None, "auto")
     prompts = [[(7 * i + 3 * j) % 500 + 3 for j in range(length)] for i, length in enumerate((1, 5, 23, 40))]

@@ -162,7 +162,8 @@ class TestWholeAnswers:
         async with httpx.AsyncClient(transport=transport, base_url="http://stagewire") as client:
             for route, text in ((COMPLETIONS, "word " * 3000), (CHAT, "word " * 3000)):
                 fields = {"prompt": text} if route == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
-                message = assert_error(await client.post(route, json=fields), 400, "context_length_exceeded")
+                field = "prompt" if route == COMPLETIONS else "messages"
+                message = assert_error(await client.post(route, json=fields), 400, "context_length_exceeded", field)
                 num = len(tokenizer.encode(text) if route == COMPLETIONS else tokenizer.apply_chat_template(fields["messages"]))
                 assert str(num) in message
                 assert "64" in message

@@ -13,7 +13,7 @@ def test_defaults() -> None:
         "model": None, "load_format": "auto", "dtype": "auto", "pipeline_parallel_size": 2, "layer_split": None,
         "pp_transport": "auto", "ring_slots": 3, "max_model_len": None, "max_num_seqs": 64, "max_num_batched_tokens": 512,
         "kv_cache_memory_bytes": None, "block_size": 16, "max_queue": 256, "host": "127.0.0.1", "port": 8000,
-        "shutdown_timeout": 30.0, "step_timeout": 10.0, "start_timeout": 300.0, "log_level": "info",
+        "shutdown_timeout": 30.0, "start_timeout": 300.0, "log_level": "info",
     }  # fmt: skip
     assert {name: getattr(config, name) for name in expected} == expected
 
@@ -54,7 +54,6 @@ def test_a_bad_variable_does_not_matter_under_a_flag() -> None:
         ("kv_cache_memory_bytes", "4096", 4096),
         ("layer_split", "16,14", (16, 14)),
         ("layer_split", " 1 , 2 ", (1, 2)),
-        ("step_timeout", "0.5", 0.5),
         ("log_level", "DEBUG", "debug"),
         ("port", "0", 0),
     ],
@@ -75,7 +74,7 @@ BAD = [
     ("load_format", "gguf", "one of auto, dummy"),
     ("dtype", "fp8", "one of auto, float32, bfloat16, float16"),
     ("ring_slots", "0", "a whole number between 1 and 64"),
-    ("max_model_len", "0", "a whole number, at least 1"),
+    ("max_model_len", "1", "a whole number, at least 2"),
     ("max_num_seqs", "0", "a whole number between 1"),
     ("max_num_batched_tokens", "-1", "a whole number between 1"),
     ("kv_cache_memory_bytes", "2X", "a number of bytes above 0"),
@@ -87,7 +86,7 @@ BAD = [
     ("host", "", "non-empty printable text"),
     ("model", "a\nb", "non-empty printable text"),
     ("shutdown_timeout", "0", "a number of seconds above 0"),
-    ("step_timeout", "nan", "a number of seconds above 0"),
+    ("start_timeout", "nan", "a number of seconds above 0"),
     ("start_timeout", "inf", "a number of seconds above 0"),
     ("threads_per_rank", "0", "a whole number between 1"),
     ("log_level", "loud", "one of debug, info, warning, error"),

@@ -24,44 +24,8 @@ from stages.model.support import SUPPORTED_FAMILIES, check_support
 from stages.model.weights import read_tensors
 from stages.plan import PlanRow, RowKind, TensorSchema
 from stages.topology import StageInfo, stage_infos
-from tests.stages.model_factory import tiny_config, write_tiny_model
+from tests.stages.model_factory import FAMILIES, tiny_config, write_tiny_model
 
-# What a family needs to be small, and multipliers that are not 1, so that one applied twice or not at all shows.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "cohere": {"logit_scale": 0.25},
-    "cohere2": {"logit_scale": 0.25, "sliding_window": 512},
-    "gemma": {},
-    "gemma2": {
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": 5.0,
-        "query_pre_attn_scalar": 24,
-        "sliding_window": 512,
-    },
-    "gemma3_text": {"query_pre_attn_scalar": 24, "sliding_window": 512},
-    "glm4": {},
-    "granite": {
-        "embedding_multiplier": 3.0,
-        "logits_scaling": 4.0,
-        "residual_multiplier": 0.5,
-        "attention_multiplier": 0.1,
-    },
-    "llama": {},
-    "mistral": {"sliding_window": None},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
-    "olmo2": {},
-    "phi3": {"sliding_window": None},
-    "qwen2": {},
-    "qwen2_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 64,
-    },
-    "qwen3": {},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    "smollm3": {},
-    "starcoder2": {"use_bias": True, "sliding_window": None},
-}
 SPLITS = [[4], [2, 2], [1, 2, 1]]
 # Two sequences: a prompt in two chunks, another beside it, then decode rows of both in one step.
 LENGTHS = (21, 13)
