@@ -52,7 +52,8 @@ class Option:
         try:
             value = self.parse(text)
         except ValueError:
-            raise ConfigError(f"{source} {_shorten(text)}: must be {self.rule.text}") from None
+            shown = _shorten(text) or "(empty)"
+            raise ConfigError(f"{source} {shown}: must be {self.rule.text}") from None
         self.check(value, source, text)
         return value
 
@@ -197,7 +198,7 @@ class SchedulerOptions:
         _optional(_BYTES),
     )
     block_size: int = _option(16, "tokens of one KV block", _parse_whole, _between(1, 1024))
-    max_queue: int = _option(256, "requests that may wait; more are answered 429", _parse_whole, _at_least(0))
+    max_queue: int = _option(256, "requests that may wait; more are answered 429", _parse_whole, _at_least(1))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,6 +51,10 @@ class Engine:
             raise RuntimeError("the engine has no pipeline yet")
         return self._scheduler
 
+    def unfinished_steps(self) -> dict[int, list[int]]:
+        """Steps that some rank has not finished, and those ranks."""
+        return {step_id: sorted(ranks) for step_id, (_, ranks) in self._unfinished.items()}
+
     # ---- life -----------------------------------------------------------------------------------------------------
 
     def open(self, pipeline: Pipeline, scheduler: Scheduler, model: ServedModel) -> None:

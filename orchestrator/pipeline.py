@@ -22,8 +22,11 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """What is wanted of a pipeline. ``max_model_len`` is a limit; ``is_max_model_len_given`` says that the user gave it,
-    and then it is an error, not a reason to lower it, when the KV caches cannot hold it."""
+    """What is wanted of a pipeline.
+
+    ``max_model_len`` is a limit; ``is_max_model_len_given`` says that the user gave it, and then it is an error, not a
+    reason to lower it, when the KV caches cannot hold it. ``kv_cache_bytes`` is what the user gave each rank, 0 for nothing.
+    """
 
     wanted_transport: str
     max_num_seqs: int
@@ -31,6 +34,7 @@ class PipelineConfig:
     max_model_len: int
     is_max_model_len_given: bool
     ring_slots: int
+    kv_cache_bytes: int = 0
     start_timeout_seconds: float = 300.0
     max_sample_len: int = 1
 
@@ -53,7 +57,7 @@ async def assemble(channels: Mapping[int, Channel], setups: Sequence[Setup], con
     for channel, setup in zip(ordered, setups, strict=True):
         channel.send(setup)
     deadline = asyncio.get_running_loop().time() + config.start_timeout_seconds
-    hellos = await _each(ordered, deadline, Hello)
+    hellos = await _each(ordered, deadline, config.start_timeout_seconds, Hello)
     for rank, hello in enumerate(hellos):
         check_hello(hello, rank, len(setups))
     offers = [hello.offer for hello in hellos]
@@ -113,10 +117,16 @@ def agree_limits(offers: Sequence[Offer], config: PipelineConfig) -> Limits:
     max_model_len = config.max_model_len
     if num_blocks * block_size < max_model_len:
         smallest = min(range(len(offers)), key=lambda rank: offers[rank].max_blocks)
+        needed_bytes = -(-max_model_len // block_size) * offers[smallest].block_bytes
+        if config.kv_cache_bytes and (config.is_max_model_len_given or num_blocks < 2):
+            raise ConfigError(
+                f"--kv-cache-memory-bytes {config.kv_cache_bytes}: must hold at least one request of {max_model_len} tokens "
+                f"(--max-model-len), which takes {needed_bytes} bytes on rank {smallest}"
+            )
         if config.is_max_model_len_given or num_blocks < 2:
             raise ConfigError(
-                f"--max-model-len {max_model_len}: the KV cache of rank {smallest} holds {num_blocks * block_size} tokens "
-                "and must hold at least one request of that length; raise --kv-cache-memory-bytes or lower it"
+                f"--max-model-len {max_model_len}: must fit the KV cache of rank {smallest}, whose free memory holds "
+                f"{num_blocks * block_size} tokens"
             )
         max_model_len = num_blocks * block_size
     return Limits(
@@ -172,20 +182,25 @@ async def _link(
     finally:
         for fd in (fd for fds in fds_of for fd in fds):
             os.close(fd)
-    answers = await _each(channels, deadline, Linked, LinkFailed)
+    answers = await _each(channels, deadline, config.start_timeout_seconds, Linked, LinkFailed)
     return [answer for answer in answers if isinstance(answer, LinkFailed)]
 
 
-async def _each(channels: Sequence[Channel], deadline: float, *kinds: type[M]) -> list[M]:
-    """One message from every rank, of one of ``kinds``; the first failure of any rank is raised at once."""
+async def _each(channels: Sequence[Channel], deadline: float, seconds: float, *kinds: type[M]) -> list[M]:
+    """One message from every rank, of one of ``kinds``; the first failure of any rank is raised at once.
+
+    ``deadline`` is in the loop's time, ``seconds`` what it was made from.
+    """
     waits: list[asyncio.Task[M]] = []
     try:
         async with asyncio.timeout_at(deadline), asyncio.TaskGroup() as tasks:
             for rank, channel in enumerate(channels):
                 waits.append(tasks.create_task(_one(rank, channel, kinds), name=f"answer of rank {rank}"))
     except TimeoutError:
-        missing = [rank for rank, wait in enumerate(waits) if wait.cancelled()]
-        raise StageFailed(missing[0], f"--start-timeout passed; no answer from ranks {missing}") from None
+        missing = ", ".join(str(rank) for rank, wait in enumerate(waits) if wait.cancelled())
+        raise StagewireError(
+            f"the ranks were not ready within --start-timeout {seconds:g} s; still missing: {missing}"
+        ) from None
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from None
     return [wait.result() for wait in waits]

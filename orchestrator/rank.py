@@ -72,6 +72,7 @@ class RankWorker:
         self._waker = Waker(asyncio.get_running_loop())
         self._stage: Stage | None = None
         self._tasks: asyncio.TaskGroup | None = None
+        self._logged: Exception | None = None
 
     async def run(self) -> None:
         """Return after Drain, with everything that was planned finished. Raises ``ChannelClosed`` when the engine is gone."""
@@ -158,7 +159,9 @@ class RankWorker:
         if step.has_failed:
             return  # the work after it, which could only fail too
         step.has_failed = True
-        if not isinstance(cause, PeerLost):  # that one is a consequence, and told where it began
+        # A lost peer is a consequence, told where it began; and a stream's error is the same one for all steps after it.
+        if not isinstance(cause, PeerLost) and cause is not self._logged:
+            self._logged = cause
             log.error("rank %d, step %d failed", self._rank, step.plan.step_id, exc_info=cause)
         self._send_done(step, error=one_line(cause))
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -60,6 +61,8 @@ def bind(host: str, port: int) -> socket.socket:
         sock.listen(1024)
     except OSError as exc:
         sock.close()
+        if exc.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(f"--host {host}: must be an address of this machine ({exc.strerror})") from None
         raise ConfigError(f"--port {port}: must be free on {host} ({exc.strerror})") from None
     return sock
 
@@ -129,19 +132,24 @@ class _Worker:
             return DRAINED
         await starting
         serving = asyncio.create_task(self._engine.serve_ranks(), name="engine")
-        probing = asyncio.create_task(self._engine.probe(), name="probe")
+        probing = asyncio.create_task(self._probe(), name="probe")
         try:
-            if await _first(serving, probing) is probing:
+            first = await _first(serving, probing, self._is_stopping.wait())
+            if first is probing:
                 await probing
                 gc.freeze()  # what starting made lives as long as the process: no collection needs to walk it again
                 self._engine.admit()
                 self._announce()
                 if await _first(serving, self._is_stopping.wait()) is not serving:
                     return await self._drain(serving)
+            elif first is not serving:
+                log.info("stopped while starting")
+                return DRAINED
             await serving
             raise StagewireError("the ranks ended unasked")
         finally:
-            serving.cancel()
+            for task in (serving, probing):
+                task.cancel()
             await asyncio.gather(serving, probing, return_exceptions=True)
 
     # ---- start ----------------------------------------------------------------------------------------------------
@@ -187,6 +195,16 @@ class _Worker:
         self._engine.open(pipeline, scheduler, served)
         self._pipeline = pipeline
 
+    async def _probe(self) -> None:
+        try:
+            async with asyncio.timeout(self._config.start_timeout):
+                await self._engine.probe()
+        except TimeoutError:
+            raise StagewireError(
+                f"--start-timeout {self._config.start_timeout:g}: the first step did not come back; "
+                f"steps and ranks still to report: {self._engine.unfinished_steps()}"
+            ) from None
+
     def _load_tokenizer(self) -> Tokenizer | None:
         if self._config.load_format == "dummy" and not (self._source.path / "tokenizer.json").is_file():
             log.warning("no tokenizer.json beside the config: only prompts of token ids can be served")
@@ -231,6 +249,7 @@ class _Worker:
                 max_model_len=max_model_len,
                 is_max_model_len_given=config.max_model_len is not None,
                 ring_slots=config.ring_slots,
+                kv_cache_bytes=config.kv_cache_memory_bytes or 0,
                 start_timeout_seconds=config.start_timeout,
             ),
         )
@@ -264,6 +283,7 @@ class _Worker:
                 elif ended is draining:
                     await serving
                     await self._launcher.stop(RANK_EXIT_SECONDS)
+                    log.info("drained")
                     return DRAINED
                 reason = "a second signal came"
         except TimeoutError:

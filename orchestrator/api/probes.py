@@ -35,7 +35,10 @@ class Probes:
         return json_response({"version": __version__})
 
     async def metrics(self, request: Request) -> Response:
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        try:
+            encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        except (TypeError, ValueError):  # it reads a version that is no number as one
+            encode, content_type = choose_encoder("")
         return Response(encode(self._service.metrics.registry), headers={"content-type": content_type})
 
     async def models(self, request: Request) -> Response:

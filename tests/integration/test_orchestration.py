@@ -113,12 +113,12 @@ def test_two_stages_of_20_ms_are_never_idle() -> None:
     """Engine and ranks in processes of their own, as they are served; each forward takes 20 ms.
 
     There must be 0.95 step for each time that the slowest stage takes, its sampling included, and nearly that for each
-    20 ms. The best of three runs: what else the machine does can only make one slower.
+    20 ms. The best of five runs: what else the machine does can only make one slower.
     """
     num_stages, forward_seconds, num_requests, num_tokens = 2, 0.020, 4, 50
     num_rows = num_requests // num_stages  # of a step
     busy_shares: list[tuple[float, float]] = []
-    while len(busy_shares) < 3 and max(busy_shares, default=(0.0, 0.0)) < (0.95, 0.9):
+    while len(busy_shares) < 5 and max(busy_shares, default=(0.0, 0.0)) < (0.95, 0.9):
         arguments = map(str, (num_stages, forward_seconds, num_requests, num_tokens))
         done = subprocess.run(
             [sys.executable, "-m", "tests.toy_worker", *arguments], capture_output=True, text=True, timeout=60
@@ -138,7 +138,7 @@ def test_two_stages_of_20_ms_are_never_idle() -> None:
     assert max(busy_shares) >= (0.95, 0.9), busy_shares
 
 
-async def test_an_error_in_one_stage_reaches_every_stream_with_the_stage() -> None:
+async def test_an_error_in_one_stage_reaches_every_stream_with_the_stage(caplog: pytest.LogCaptureFixture) -> None:
     def fail(info: StageInfo, plan: StepPlan) -> None:
         if info.rank == 1 and plan.step_id == 6:
             raise RuntimeError("no more memory\nand a second line")
@@ -148,6 +148,7 @@ async def test_an_error_in_one_stage_reaches_every_stream_with_the_stage() -> No
         assert [str(answer) for answer in answers] == ["stage 1 failed: RuntimeError: no more memory"] * 4
         with pytest.raises(StageFailed):
             await pipeline.serving
+    assert caplog.text.count("Traceback") == 1, "one failure is told once"
 
 
 async def test_the_queue_is_bounded() -> None:

@@ -188,6 +188,26 @@ def test_it_lives_at_once_and_is_ready_when_it_says_so(smollm2: ModelSource) -> 
         worker.kill()
 
 
+def test_sigterm_while_starting_ends_at_once(smollm2: ModelSource) -> None:
+    worker = Worker()
+    try:
+        deadline = time.monotonic() + 10
+        while len(worker.family()) < 3:  # its ranks load
+            assert time.monotonic() < deadline
+        worker.rank_processes()[1].suspend()  # and one of them will never be ready
+        assert worker.stop() == 0
+        assert "stopped while starting" in worker.lines[-1]
+        worker.check_nothing_is_left()
+    finally:
+        worker.kill()
+
+
+def test_a_start_that_takes_too_long_names_the_missing_ranks(smollm2: ModelSource) -> None:
+    code, lines = run_to_end("--port", "0", "--start-timeout", "0.2")
+    assert code == 1
+    assert lines[-1] == "stagewire: error: the ranks were not ready within --start-timeout 0.2 s; still missing: 0, 1"
+
+
 def test_sigterm_lets_open_streams_finish(own_worker: Worker) -> None:
     events = own_worker.stream("Count: 1, 2, 3,", max_tokens=60)
     first = next(events)
@@ -284,6 +304,7 @@ def test_all_ranks_in_one_process(smollm2: ModelSource) -> None:
         (["--pipeline-paralel-size", "2"], r"unknown option --pipeline-paralel-size; did you mean --pipeline-parallel-size\?"),
         (["--port", "99999"], r"--port 99999: must be a whole number between 0 and 65535"),
         (["--host", "not.a.host.invalid"], r"--host not\.a\.host\.invalid: "),
+        (["--host", "192.0.2.1"], r"--host 192\.0\.2\.1: must be an address of this machine"),
         (["--dtype", "float8"], r"--dtype float8: must be one of auto, float32, bfloat16, float16"),
     ],
 )
@@ -349,7 +370,7 @@ def test_a_model_that_cannot_be_served_is_refused_with_the_reason(tmp_path: Path
 def test_a_kv_cache_too_small_for_a_request_is_refused(smollm2: ModelSource) -> None:
     code, lines = run_to_end("--port", "0", "--kv-cache-memory-bytes", "1M", "--max-model-len", "4096")
     assert code == 2
-    assert re.search(r"--max-model-len 4096: the KV cache of rank \d holds \d+ tokens", lines[-1]), lines
+    assert re.search(r"--kv-cache-memory-bytes 1048576: must hold at least one request of 4096 tokens", lines[-1]), lines
 
 
 def test_no_process_of_a_refused_start_is_left(smollm2: ModelSource) -> None:

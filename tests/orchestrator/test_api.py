@@ -560,6 +560,13 @@ class TestProbes:
         assert "stagewire_requests_waiting 5.0" in response.text
         assert (await client.head("/metrics")).status_code == 200
 
+    @pytest.mark.parametrize("version", ["1.0.0", "9.9", "abc", "1.x", ""])
+    async def test_metrics_for_any_accept_header(self, client: httpx.AsyncClient, version: str) -> None:
+        accept = f"application/openmetrics-text; version={version}"
+        response = await client.get("/metrics", headers={"accept": accept})
+        assert response.status_code == 200
+        assert "stagewire_requests_running" in response.text
+
     async def test_counts_and_latencies(self, server: Server, client: httpx.AsyncClient) -> None:
         server.engine.script = chunks([5, 6, 7])
         await client.post(COMPLETIONS, json={"prompt": [1, 2]})

@@ -81,7 +81,7 @@ BAD = [
     ("kv_cache_memory_bytes", "0", "a number of bytes above 0"),
     ("kv_cache_memory_bytes", "1.5", "a number of bytes above 0"),
     ("block_size", "0", "a whole number between 1"),
-    ("max_queue", "-1", "a whole number, at least 0"),
+    ("max_queue", "0", "a whole number, at least 1"),
     ("port", "65536", "a whole number between 0 and 65535"),
     ("host", "", "non-empty printable text"),
     ("model", "a\nb", "non-empty printable text"),
