@@ -183,11 +183,13 @@ class Scheduler:
     def _pick_rows(self) -> list[tuple[_Sequence, PlanRow]]:
         max_rows = self._max_rows()
         max_tokens = self.config.max_num_batched_tokens
+        num_reserved = self._num_reserved_for_prefill(min(max_rows, max_tokens))
         picked: list[tuple[_Sequence, PlanRow]] = []
-        # Decodes first: they are short, and somebody reads along.
-        for sequence in [s for s in self._running if not s.is_prefilling]:
-            if len(picked) == max_rows or max_tokens == 0:
-                return picked
+        # Decodes first: they are short, and somebody reads along. The one that has waited longest goes first, so that
+        # none starves when a step has not room for all.
+        for sequence in sorted((s for s in self._running if not s.is_prefilling), key=lambda s: s.token_step_id):
+            if min(max_rows - len(picked), max_tokens) <= num_reserved:
+                break
             if sequence.is_in_flight or sequence.slot < 0:  # preempted by an earlier one of this loop
                 continue
             if self._grow(sequence):
@@ -210,16 +212,26 @@ class Scheduler:
             num_active += 1
         return max(1, -(-num_active // self.config.num_stages))
 
+    def _num_reserved_for_prefill(self, room: int) -> int:
+        """How much of a step's room decodes must leave, so that they cannot keep a prompt waiting for ever."""
+        if not self._can_prefill():
+            return 0
+        return 1 if room > 1 else self._next_step_id % 2  # the only place is taken in turns
+
+    def _can_prefill(self) -> bool:
+        return any(s.is_prefilling and not s.is_in_flight for s in self._running) or self._can_admit()
+
+    def _can_admit(self) -> bool:
+        if not self._waiting or not self._free_slots:
+            return False
+        return self._num_blocks_for(self._waiting[0].num_tokens + 1) <= len(self._free_blocks)
+
     def _next_prefill(self) -> _Sequence | None:
         """A sequence to prefill: one under way, else the longest waiting one if there is room for all its tokens."""
         for sequence in self._running:
             if sequence.is_prefilling and not sequence.is_in_flight:
                 return sequence
-        if not self._waiting or not self._free_slots:
-            return None
-        if self._num_blocks_for(self._waiting[0].num_tokens + 1) > len(self._free_blocks):
-            return None
-        return self._admit(self._waiting.popleft())
+        return self._admit(self._waiting.popleft()) if self._can_admit() else None
 
     def _admit(self, sequence: _Sequence) -> _Sequence:
         """Give a waiting sequence a slot and the blocks of all its tokens and of the one it will sample."""

@@ -66,14 +66,14 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False)  # a template writes the special tokens itself
 
     def render_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, /, **variables: Any
     ) -> str:
         """The text of which ``apply_chat_template`` gives the ids."""
         if self._template is None:
             raise ConfigError("messages: the model has no chat template; use /v1/completions")
         context = {"tools": None, "documents": None, **self._special_tokens, **variables}
         try:
-            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **context)
+            return self._template.render({**context, "messages": messages, "add_generation_prompt": add_generation_prompt})
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as exc:
             # a template is a program: what it trips over in the messages comes out as any of these
             cause = str(exc) if isinstance(exc, jinja2.TemplateError) else one_line(exc)

@@ -31,6 +31,10 @@ class Chat(Dialect[ChatRequest]):
     default_max_tokens = None
 
     async def prompt_token_ids(self, request: ChatRequest, tokenizer: Tokenizer, model: ServedModel) -> list[int]:
+        if request.messages is not None and len(request.messages) > model.max_model_len:
+            # Each takes a token at least. Told before any work is done for them: it would hold up the streams of others.
+            rule = f"{len(request.messages)} of them must be fewer than the tokens of the context, {model.max_model_len}"
+            raise invalid(f"messages: {rule}", "messages", "context_length_exceeded")
         messages = _messages(request)
         add_generation_prompt = request.add_generation_prompt is not False
         variables = request.chat_template_kwargs or {}

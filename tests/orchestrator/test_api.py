@@ -153,6 +153,18 @@ class TestWholeAnswers:
         expected = tokenizer.apply_chat_template([{"role": "user", "content": "one\ntwo"}])
         assert server.engine.calls[0].prompt_token_ids == expected
 
+    async def test_more_messages_than_the_context_has_tokens_are_refused_at_once(self, client: httpx.AsyncClient) -> None:
+        messages = [{"role": "user", "content": "a"}] * 65
+        response = await client.post(CHAT, json={"messages": messages})
+        message = assert_error(response, 400, "context_length_exceeded", "messages")
+        assert message == "messages: 65 of them must be fewer than the tokens of the context, 64"
+
+    @pytest.mark.parametrize("name", ["self", "args", "kwargs", "template"])
+    async def test_template_variables_may_have_any_name(self, server: Server, client: httpx.AsyncClient, name: str) -> None:
+        server.will_say("x")
+        body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {name: "value"}}
+        assert (await client.post(CHAT, json=body)).status_code == 200
+
     async def test_long_prompt_is_the_same_in_a_thread(
         self, server: Server, client: httpx.AsyncClient, tokenizer: Tokenizer
     ) -> None:

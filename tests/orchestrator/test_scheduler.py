@@ -150,6 +150,35 @@ def test_a_full_pool_does_not_make_the_running_rows_convoy() -> None:
         run.result()
 
 
+@pytest.mark.parametrize(("num_stages", "max_tokens", "num_old"), [(1, 1, 1), (1, 1, 2), (2, 16, 40), (2, 64, 40)])
+def test_nobody_starves_when_a_step_has_not_room_for_all(num_stages: int, max_tokens: int, num_old: int) -> None:
+    run = Run(
+        make_scheduler(
+            num_stages=num_stages,
+            lane_depth=num_stages,
+            max_num_seqs=64,
+            max_num_batched_tokens=max_tokens,
+            max_model_len=512,
+            num_blocks=20_000,
+        )
+    )
+    for i in range(num_old):
+        run.scheduler.add(make_request(f"old {i}", [i], max_tokens=400))
+    while len(run.tokens) < num_old:
+        run.plan_all()
+        run.result()
+    before = len(run.plans)
+    counts_before = [len(run.tokens[f"old {i}"]) for i in range(num_old)]
+    run.scheduler.add(make_request("late", [7], max_tokens=5))
+    while "late" not in run.finished:
+        run.plan_all()
+        run.result()
+    rounds = -(-(num_old + 1) // max_tokens)  # steps in which everybody could have had a turn
+    assert len(run.plans) - before <= 5 * (rounds + 1) * 2 + 2 * num_stages
+    counts = [len(run.tokens[f"old {i}"]) - was for i, was in enumerate(counts_before)]
+    assert max(counts) - min(counts) <= 2 + 2 * num_stages, "turns are shared"
+
+
 def test_end_of_sequence_and_stop_tokens_end_a_request() -> None:
     first, second, *_ = expected_tokens([3], 4)
     for params, eos, reason, count in [
