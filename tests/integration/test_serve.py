@@ -188,6 +188,30 @@ def test_it_lives_at_once_and_is_ready_when_it_says_so(smollm2: ModelSource) -> 
         worker.kill()
 
 
+def test_starting_is_quick(smollm2: ModelSource) -> None:
+    """It answers within 1.5 s and is ready within 10 s; the best of three, since other work can only slow a start down."""
+    alive_seconds: list[float] = []
+    ready_seconds: list[float] = []
+    while len(alive_seconds) < 3 and not (min(alive_seconds, default=9) < 1.5 and min(ready_seconds, default=99) < 10):
+        port = free_port()
+        worker = Worker("--port", str(port))
+        try:
+            while True:
+                try:
+                    httpx.get(f"http://127.0.0.1:{port}/livez")
+                    break
+                except httpx.ConnectError:
+                    assert time.monotonic() - worker.started_at < 10
+            alive_seconds.append(time.monotonic() - worker.started_at)
+            worker.wait_ready()
+            ready_seconds.append(worker.ready_seconds)
+            assert worker.stop() == 0
+        finally:
+            worker.kill()
+    assert min(alive_seconds) < 1.5
+    assert min(ready_seconds) < 10
+
+
 def test_sigterm_while_starting_ends_at_once(smollm2: ModelSource) -> None:
     worker = Worker()
     try:
