@@ -98,10 +98,6 @@ class Scheduler:
     def num_free_blocks(self) -> int:
         return len(self._free_blocks)
 
-    @property
-    def next_step_id(self) -> int:
-        return self._next_step_id
-
     def requests(self) -> list[Request]:
         """Every unfinished request, by arrival."""
         return [sequence.request for sequence in sorted(self._sequences.values(), key=lambda s: s.arrival)]

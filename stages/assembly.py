@@ -125,7 +125,6 @@ def _offer(setup: Setup, model: StageModel, hub: MemoryHub | None) -> Offer:
         device="cpu",
         transports=offered_transports(hub),
         boundary=model.boundary,
-        bytes_per_row=sum(schema.width for schema in model.boundary) * model.dtype.itemsize,
         first_layer=model.info.first_layer,
         end_layer=model.info.end_layer,
         num_layers=model.info.num_layers,

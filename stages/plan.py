@@ -160,7 +160,6 @@ class Offer(msgspec.Struct, frozen=True):
     device: str
     transports: dict[str, str]
     boundary: list[TensorSchema]
-    bytes_per_row: int
     first_layer: int
     end_layer: int
     num_layers: int

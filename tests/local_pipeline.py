@@ -73,7 +73,6 @@ def slice_loader(slices: Sequence[Slice], num_blocks: int) -> LoadRank:
             device="cpu",
             transports=offered_transports(hub),
             boundary=[slice_.boundary],
-            bytes_per_row=4 * slice_.boundary.width,
             first_layer=slice_.info.first_layer,
             end_layer=slice_.info.end_layer,
             num_layers=slice_.info.num_layers,

@@ -42,7 +42,7 @@ from stages.plan import (
 
 LOOPS = ("asyncio", "uvloop")
 LIMITS = Limits(8, 512, 2048, 1, 100, 16, 2, 4)
-OFFER = Offer("host", 1, "cpu", {}, [], 0, 0, 1, 1, 0, 0, 0, 0.0, 1, 16, 0, 0, False, 0)
+OFFER = Offer("host", 1, "cpu", {}, [], 0, 1, 1, 0, 0, 0, 0.0, 1, 16, 0, 0, False, 0)
 
 
 def plan(step_id: int, num_tokens: int = 1) -> StepPlan:

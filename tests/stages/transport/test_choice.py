@@ -14,7 +14,6 @@ def offer(transports: dict[str, str], host_id: str = "a", process_id: int = 1) -
         device="cpu",
         transports=transports,
         boundary=[TensorSchema("hidden_states", "float32", 8)],
-        bytes_per_row=32,
         first_layer=0,
         end_layer=1,
         num_layers=2,
