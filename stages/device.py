@@ -1,7 +1,7 @@
 """Streams and Points: the order of work on a device, and places in that order that can be waited for.
 
 ``HostStream`` is one thread that runs callables in order, so that the orchestrator, the transports and their
-races are the same with and without a GPU.
+races are the same with and without a GPU. ``stages.cuda`` has the streams of a GPU.
 """
 
 import queue
@@ -31,6 +31,28 @@ class Point(ABC):
     @abstractmethod
     def reached_at_ns(self) -> int:
         """``time.perf_counter_ns()`` when the Point was reached; 0 before that."""
+
+    @property
+    def poller(self) -> "Poller | None":
+        """What must be polled for this Point's callbacks to be called; None when its stream calls them by itself."""
+        return None
+
+
+class Poller(ABC):
+    """Streams that tell nobody when a Point is reached. All calls from the one thread that enqueues on them."""
+
+    @abstractmethod
+    def poll(self) -> bool:
+        """Call the callbacks of the Points that are reached or failed; cheap. Whether callbacks are left."""
+
+    @abstractmethod
+    def arm(self, function: int, argument: int) -> None:
+        """Have the C function at address ``function``, ``void (void *)``, called with ``argument`` once the next Point of any
+        stream that has callbacks left is reached. From a thread of the driver, at least once; never after a device error."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Look for a device error, which no progress would tell of, and fail every stream with it. Does not raise it."""
 
 
 class Stream(ABC):

@@ -8,6 +8,8 @@ StagewireError
 │   ├── HeaderMismatch     a message is not the one the plan said
 │   └── TransportUnavailable   this rank, or another, cannot do the transport asked for
 │       └── CopyEngineUnavailable
+├── CudaError              a CUDA call failed, or the library cannot be loaded; carries CUDA's code
+├── DeadlinePassed         a Point was not reached in the time its awaiter gave
 ├── ControlError           a control channel: malformed, oversized or out-of-order message
 └── StageFailed            a rank failed while it served; carries the rank and a one-line cause
     └── RankLost           its process is gone, without a word
@@ -44,6 +46,18 @@ class TransportUnavailable(TransportError):
 
 class CopyEngineUnavailable(TransportUnavailable):
     """The ``copy_engine`` transport was asked for and some rank cannot do it."""
+
+
+class CudaError(StagewireError):
+    """A CUDA driver call failed. ``code`` is its CUresult, -1 when the library cannot be loaded. Most are sticky."""
+
+    def __init__(self, message: str, code: int = -1) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class DeadlinePassed(StagewireError):
+    """A Point was not reached in time. What was enqueued goes on, and its buffers stay owned until it is reached."""
 
 
 class ControlError(StagewireError):

@@ -9,7 +9,7 @@ from enum import IntEnum
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class RowKind(IntEnum):
@@ -120,6 +120,8 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
     ``model_path`` is a Hugging Face directory; ``layer_split`` the number of layers of each rank, empty for the balanced
     split. The rank computes with ``num_threads`` threads on the CPUs ``cpus``, on any when that is empty.
     ``kv_cache_bytes`` is this rank's KV pool, 0 to size it from the free memory, shared by ``ranks_on_host`` ranks.
+    ``device`` is ``cpu`` or ``cuda:N``, N counted as the CUDA driver lists the GPUs of this process. ``spin_us`` is how long
+    the rank's loop looks for progress of the GPU before it sleeps until it is woken.
     """
 
     rank: int
@@ -136,6 +138,8 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
     kv_cache_bytes: int
     max_num_seqs: int
     max_model_len: int
+    device: str = "cpu"
+    spin_us: int = 0
 
 
 class TensorSchema(msgspec.Struct, frozen=True):
@@ -153,6 +157,8 @@ class Offer(msgspec.Struct, frozen=True):
     ``max_blocks`` is the number of KV blocks of ``block_size`` tokens that fit this rank's memory, each of
     ``block_bytes`` bytes here. ``embedding_checksum`` is 0 unless the model's embeddings are tied and this rank holds them.
     ``load_growth_bytes`` is the growth of peak RSS while loading, ``slice_bytes`` the bytes of the weights it owns.
+    ``device`` is the device's name; ``device_uuid`` tells GPUs apart and is empty on a CPU; ``nvlink_peers`` are the UUIDs of
+    the GPUs of this host that this rank's GPU reaches over NVLink.
     """
 
     host_id: str
@@ -173,6 +179,8 @@ class Offer(msgspec.Struct, frozen=True):
     max_blocks: int
     tied_embeddings: bool
     embedding_checksum: int
+    device_uuid: str = ""
+    nvlink_peers: list[str] = []
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -202,7 +210,8 @@ class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
     """A new life of the set of ranks: everybody's offers, and what is wanted of the links.
 
     Every rank applies ``choose_transport(offers, wanted_transport)`` and builds its links. ``num_fds`` file
-    descriptors travel with the frame (``stages.transport.links`` gives their order); 0 where none are needed.
+    descriptors travel with the frame (``stages.transport.links`` gives their order); 0 where none are needed. Where the
+    ends of links are made by the ranks, each answers with ``Exported`` and waits for ``Peers``.
     """
 
     epoch: int
@@ -210,6 +219,21 @@ class Epoch(msgspec.Struct, frozen=True, tag="epoch"):
     wanted_transport: str
     limits: Limits
     num_fds: int
+
+
+class Exported(msgspec.Struct, frozen=True, tag="exported"):
+    """What the other ranks need to reach this rank's end of its links: bytes that only the transport understands."""
+
+    epoch: int
+    rank: int
+    data: bytes
+
+
+class Peers(msgspec.Struct, frozen=True, tag="peers"):
+    """Every rank's ``Exported.data``, in rank order. The ranks now connect their links and probe them."""
+
+    epoch: int
+    exports: list[bytes]
 
 
 class Linked(msgspec.Struct, frozen=True, tag="linked"):
@@ -249,7 +273,21 @@ class RankFailed(msgspec.Struct, frozen=True, tag="failed"):
     is_config_error: bool
 
 
-Message = Setup | Hello | Epoch | Linked | LinkFailed | StepPlan | StepDone | StepResult | EndEpoch | Drain | RankFailed
+Message = (
+    Setup
+    | Hello
+    | Epoch
+    | Exported
+    | Peers
+    | Linked
+    | LinkFailed
+    | StepPlan
+    | StepDone
+    | StepResult
+    | EndEpoch
+    | Drain
+    | RankFailed
+)
 """Everything a control channel carries."""
 
 _encoder = msgspec.msgpack.Encoder()
