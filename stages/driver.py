@@ -19,7 +19,7 @@ LIBRARY = "libcuda.so.1"
 IPC_HANDLE_BYTES = 64
 
 _SUCCESS = 0
-_NOT_READY = 600
+NOT_READY = 600
 _WAIT_GEQ = 0
 _EVENT_DISABLE_TIMING = 2
 _STREAM_NON_BLOCKING = 1
@@ -274,7 +274,7 @@ class Driver:
 
     def is_idle(self, stream: int) -> bool:
         code = self._stream_query(stream)
-        if code not in (_SUCCESS, _NOT_READY):
+        if code not in (_SUCCESS, NOT_READY):
             raise self.error(code, "cuStreamQuery")
         return code == _SUCCESS
 
@@ -289,7 +289,7 @@ class Driver:
 
     def is_done(self, event: int) -> bool:
         code = self._event_query(event)
-        if code not in (_SUCCESS, _NOT_READY):
+        if code not in (_SUCCESS, NOT_READY):
             raise self.error(code, "cuEventQuery")
         return code == _SUCCESS
 

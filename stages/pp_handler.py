@@ -1,23 +1,22 @@
 """PPHandler: the sampled tokens go from the last rank to every other one, in one packed message a step, for every step."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
 from stages.device import Point, Stream
-from stages.errors import HeaderMismatch, TransportError
+from stages.errors import TransportError
 from stages.topology import PPGroup
-from stages.transport.host_ring import HostLane, copy_into, payloads
 from stages.transport.links import token_slot_bytes
-from stages.transport.ring import SEQ_MASK, TOKEN_MAGIC, Link, RingLayout, RingSender, TokenHeader
+from stages.transport.ring import SEQ_MASK, TOKEN_MAGIC, RingLayout, TokenHeader
 
 
 class SampledTokens(tuple[torch.Tensor, torch.Tensor, torch.Tensor]):
     """``sampled_token_ids [num_reqs, max_sample_len]`` int64, ``num_sampled`` and ``num_rejected [num_reqs]`` int32.
 
-    To be read after ``ready``. The tensors belong to whoever received them.
+    To be read after ``ready``. On a host the tensors belong to whoever received them; those on a GPU are overwritten by the
+    message that comes as many steps later as the token ring has slots, and one.
     """
 
     ready: Point
@@ -81,135 +80,33 @@ class PPHandler(ABC):
         """Free the links. May be called twice. Waits for what is enqueued, which after ``poison`` is at once."""
 
 
-class _HostHandler(PPHandler):
-    """Over host rings; takes its token links over and closes them."""
+class TokenMessages:
+    """The messages of one rank: what a step's must be, and whether what a call gives fits."""
 
-    def __init__(self, group: PPGroup, layout: RingLayout, stream: Stream | None = None) -> None:
-        self._group = group
-        self._layout = layout
-        self._lane = HostLane(f"tokens-{group.rank}", stream)
-        self.stream = self._lane.stream
-        self._step_id = -1
+    def __init__(self, group: PPGroup, layout: RingLayout) -> None:
+        self.group = group
+        self.layout = layout
+        self.step_id = -1
 
-    def begin_step(self, step_id: int) -> None:
-        self._lane.poison.check()
-        self._step_id = step_id
-
-    def poison(self, cause: BaseException) -> None:
-        self._lane.poison.set(cause)
-
-    def _check_message(self, num_reqs: int, max_sample_len: int) -> None:
-        self._lane.poison.check()
-        if self._step_id < 0:
+    def check_size(self, num_reqs: int, max_sample_len: int) -> None:
+        if self.step_id < 0:
             raise ValueError("no step was announced with begin_step")
         needed = token_slot_bytes(num_reqs, max_sample_len)
-        if needed > self._layout.slot_bytes:
+        if needed > self.layout.slot_bytes:
             raise TransportError(
-                f"step {self._step_id}: {num_reqs} requests of {max_sample_len} tokens need {needed} bytes, "
-                f"but a token slot holds {self._layout.slot_bytes}"
+                f"step {self.step_id}: {num_reqs} requests of {max_sample_len} tokens need {needed} bytes, "
+                f"but a token slot holds {self.layout.slot_bytes}"
             )
 
-    def _header(self, seq: int, num_reqs: int, max_sample_len: int) -> TokenHeader:
-        return TokenHeader(TOKEN_MAGIC, self._group.epoch, self._step_id, seq & SEQ_MASK, num_reqs, max_sample_len, verdict=1)
+    def header(self, seq: int, num_reqs: int, max_sample_len: int) -> TokenHeader:
+        return TokenHeader(TOKEN_MAGIC, self.group.epoch, self.step_id, seq & SEQ_MASK, num_reqs, max_sample_len, verdict=1)
 
 
-class _Message(NamedTuple):
-    """One step's tokens on their way into the ring of one rank."""
-
-    sender: RingSender
-    seq: int
-    header: TokenHeader
+def token_ids_of(sampler_output: torch.Tensor | HasSampledTokens) -> torch.Tensor:
+    return sampler_output if isinstance(sampler_output, torch.Tensor) else sampler_output.sampled_token_ids
 
 
-class HostTokenSender(_HostHandler):
-    """The last rank's: one ring write to each other rank, on ``send_stream``, None for one of its own."""
-
-    def __init__(self, group: PPGroup, compute: Stream, links: Sequence[Link], send_stream: Stream | None = None) -> None:
-        super().__init__(group, links[0].layout, send_stream)
-        self._compute = compute
-        self._senders = [self._lane.sender(link) for link in links]
-        self._slots = [payloads(link) for link in links]
-
-    def maybe_broadcast_sampled_tokens(
-        self, sampler_output: torch.Tensor | HasSampledTokens, num_sampled: torch.Tensor, num_rejected: torch.Tensor
-    ) -> Point:
-        lane = self._lane
-        ids = sampler_output if isinstance(sampler_output, torch.Tensor) else sampler_output.sampled_token_ids
-        _check(ids, num_sampled, num_rejected)
-        num_reqs, max_sample_len = ids.shape
-        self._check_message(num_reqs, max_sample_len)
-        messages: list[_Message] = []
-        for sender in self._senders:
-            seq = sender.claim()
-            messages.append(_Message(sender, seq, self._header(seq, num_reqs, max_sample_len)))
-        sampled = None if self.stream is self._compute else self._compute.record()
-
-        def write() -> None:
-            try:
-                lane.poison.check() if sampled is None else lane.poison.wait_for(sampled)
-            except HeaderMismatch:
-                for message in messages:
-                    message.sender.wait_free(message.seq)
-                    message.sender.publish(message.seq, message.header._replace(verdict=0))
-                raise
-            for index, message in enumerate(messages):
-                self._write(index, message, (ids, num_sampled, num_rejected))
-
-        self.stream.launch(write)
-        lane.note_use(self.stream)
-        return self.stream.record()
-
-    def maybe_receive_sampled_tokens(self, num_reqs: int, max_sample_len: int = 1) -> None:
-        return None
-
-    def close(self) -> None:
-        self._lane.close()
-        self._slots = []
-
-    def _write(self, index: int, message: _Message, sources: Sequence[torch.Tensor]) -> None:
-        header, seq = message.header, message.seq
-        message.sender.wait_free(seq)  # no view before: the traceback of a broken wait must not keep the segment
-        slot = self._slots[index][seq % self._layout.num_slots]
-        for target, source in zip(_unpack(slot, header.num_reqs, header.width), sources, strict=True):
-            copy_into(target, source)
-        message.sender.publish(seq, header)
-
-
-class HostTokenReceiver(_HostHandler):
-    """Every other rank's."""
-
-    def __init__(self, group: PPGroup, link: Link) -> None:
-        super().__init__(group, link.layout)
-        self._receiver = self._lane.receiver(link)
-        self._slots = payloads(link)
-
-    def maybe_broadcast_sampled_tokens(
-        self, sampler_output: torch.Tensor | HasSampledTokens, num_sampled: torch.Tensor, num_rejected: torch.Tensor
-    ) -> None:
-        return None
-
-    def maybe_receive_sampled_tokens(self, num_reqs: int, max_sample_len: int = 1) -> SampledTokens:
-        receiver = self._receiver
-        self._check_message(num_reqs, max_sample_len)
-        seq = receiver.claim()
-        header = self._header(seq, num_reqs, max_sample_len)
-        num_bytes = token_slot_bytes(num_reqs, max_sample_len)
-        packed = torch.empty(num_bytes, dtype=torch.uint8)
-
-        def read() -> None:
-            receiver.wait_full(seq, header)
-            copy_into(packed, self._slots[seq % self._layout.num_slots][:num_bytes])
-            receiver.release(seq)
-
-        self.stream.launch(read)
-        return SampledTokens(_unpack(packed, num_reqs, max_sample_len), self.stream.record())
-
-    def close(self) -> None:
-        self._lane.close()
-        self._slots = []
-
-
-def _check(ids: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> None:
+def check_tokens(ids: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> None:
     if ids.dim() != 2 or ids.dtype != torch.int64:
         raise TransportError(f"sampled_token_ids: {ids.dtype} {tuple(ids.shape)}, must be int64 [num_reqs, max_sample_len]")
     for name, counts in (("num_sampled", num_sampled), ("num_rejected", num_rejected)):
@@ -217,7 +114,7 @@ def _check(ids: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Ten
             raise TransportError(f"{name}: {counts.dtype} {tuple(counts.shape)}, must be int32 [{ids.shape[0]}]")
 
 
-def _unpack(packed: torch.Tensor, num_reqs: int, max_sample_len: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def unpack_tokens(packed: torch.Tensor, num_reqs: int, max_sample_len: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The three tensors of a message, views of its bytes: ids, then num_sampled, then num_rejected."""
     ids_end = num_reqs * max_sample_len * 8
     counts = packed[ids_end : ids_end + num_reqs * 8].view(torch.int32)

@@ -50,6 +50,13 @@ class PPTransport(ABC):
         """Announce the step that the following ``recv`` and ``send`` belong to. Steps come in plan order."""
 
     @abstractmethod
+    def outputs(self, pp_group: PPGroup) -> Mapping[str, torch.Tensor]:
+        """Where to write what the announced step sends: ``[num_tokens, width]`` each, in the order of the compute stream.
+
+        They are the transport's, and free again by then. To ``send`` exactly these costs no copy but the transfer itself.
+        """
+
+    @abstractmethod
     def send(self, tensors: IntermediateTensors, pp_group: PPGroup) -> Point:
         """Send ``tensors`` (each ``[num_tokens, width]``) to ``pp_group.next_rank``.
 

@@ -5,14 +5,19 @@ from dataclasses import dataclass
 
 import torch
 
+from stages.cuda import CudaStream
 from stages.device import Stream
 from stages.errors import TransportError
 from stages.plan import TensorSchema
-from stages.pp_handler import HostTokenReceiver, HostTokenSender, PPHandler
+from stages.pp_handler import PPHandler
 from stages.topology import PPGroup
 from stages.transport.base import PPTransport
 from stages.transport.choice import check_transport_name
+from stages.transport.copy_engine import CopyEngineTransport
+from stages.transport.copy_engine_tokens import CopyEngineTokenReceiver, CopyEngineTokenSender
+from stages.transport.device_links import DeviceLinks
 from stages.transport.host_ring import HostRingTransport
+from stages.transport.host_tokens import HostTokenReceiver, HostTokenSender
 from stages.transport.links import RankLinks, check_boundary
 
 HOST_RINGS = ("shared_memory", "memory")
@@ -24,8 +29,8 @@ class TransportConfig:
 
     ``name`` is what ``choose_transport`` chose. ``boundary`` lists the intermediate tensors, of up to ``max_rows`` rows a
     step. ``compute`` is the stream that forwards run on. A host ring sends on a stream (a thread) of its own, unless
-    ``sends_on_compute``: then a forward that finds no free slot waits for one. ``links`` are the rank's links for a host
-    ring, None without PP; transport and handler take them over.
+    ``sends_on_compute``: then a forward that finds no free slot waits for one. ``links`` are the rank's links, connected, of
+    the kind that the transport needs, and None without PP; transport and handler take them over.
     """
 
     name: str
@@ -35,7 +40,7 @@ class TransportConfig:
     ring_slots: int
     compute: Stream
     sends_on_compute: bool = False
-    links: RankLinks | None = None
+    links: RankLinks | DeviceLinks | None = None
 
     @property
     def send_stream(self) -> Stream | None:
@@ -49,8 +54,17 @@ def create_pp_transport(config: TransportConfig, persistent: Mapping[str, torch.
     """
     if config.pp_group.world_size == 1:
         return None
-    links = _host_links(config)
     check_boundary(config.boundary)
+    links = _checked_links(config)
+    if isinstance(links, DeviceLinks):
+        return CopyEngineTransport(
+            pp_group=config.pp_group,
+            boundary=config.boundary,
+            max_rows=config.max_rows,
+            compute=_on_gpu(config.compute),
+            links=links,
+            persistent=persistent,
+        )
     for link in (links.from_prev, links.to_next):
         if link is not None and link.layout.num_slots != config.ring_slots:
             raise TransportError(f"ring slots {config.ring_slots}: the links were made with {link.layout.num_slots}")
@@ -70,16 +84,27 @@ def create_pp_handler(config: TransportConfig) -> PPHandler | None:
     """The rank's token handler; None without PP."""
     if config.pp_group.world_size == 1:
         return None
-    links = _host_links(config)
+    links = _checked_links(config)
+    if isinstance(links, DeviceLinks):
+        if config.pp_group.is_last_rank:
+            return CopyEngineTokenSender(config.pp_group, _on_gpu(config.compute), links)
+        return CopyEngineTokenReceiver(config.pp_group, links)
     if config.pp_group.is_last_rank:
         return HostTokenSender(config.pp_group, config.compute, links.tokens, config.send_stream)
     return HostTokenReceiver(config.pp_group, links.tokens[0])
 
 
-def _host_links(config: TransportConfig) -> RankLinks:
+def _checked_links(config: TransportConfig) -> RankLinks | DeviceLinks:
     check_transport_name(config.name)
-    if config.name not in HOST_RINGS:
-        raise TransportError(f"transport {config.name}: not built in; host ranks do {', '.join(HOST_RINGS)}")
-    if config.links is None:
+    kind = RankLinks if config.name in HOST_RINGS else DeviceLinks if config.name == "copy_engine" else None
+    if kind is None:
+        raise TransportError(f"transport {config.name}: not built in; there are {', '.join((*HOST_RINGS, 'copy_engine'))}")
+    if not isinstance(config.links, kind):
         raise TransportError(f"transport {config.name}: rank {config.pp_group.rank} was given no links")
     return config.links
+
+
+def _on_gpu(stream: Stream) -> CudaStream:
+    if not isinstance(stream, CudaStream):
+        raise TransportError(f"transport copy_engine: stream {stream.name} is not of a GPU")
+    return stream

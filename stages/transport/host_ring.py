@@ -10,19 +10,12 @@ from stages.device import HostStream, Point, Stream
 from stages.errors import HeaderMismatch, TransportError
 from stages.plan import TensorSchema
 from stages.topology import PPGroup
-from stages.transport.base import IntermediateTensors, PPTransport, StepShape
-from stages.transport.links import RankLinks, boundary_slot_bytes, row_bytes, schema_checksum, tensor_offsets
-from stages.transport.ring import (
-    BOUNDARY_MAGIC,
-    SEQ_MASK,
-    SLOT_HEADER_BYTES,
-    BoundaryHeader,
-    Link,
-    Poison,
-    RingReceiver,
-    RingSender,
-    pack_dtypes,
-)
+from stages.transport.base import IntermediateTensors, StepShape
+from stages.transport.boundary import BoundaryTransport
+from stages.transport.links import RankLinks, boundary_slot_bytes, row_bytes, tensor_offsets
+from stages.transport.ring import SLOT_HEADER_BYTES, Link, Poison, RingReceiver, RingSender
+
+NUM_OUTPUT_BUFFERS = 2  # compute writes one while the transport still reads the other
 
 
 class HostLane:
@@ -88,7 +81,7 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-class HostRingTransport(PPTransport):
+class HostRingTransport(BoundaryTransport):
     """Hidden states over host rings. Receiving waits on ``compute``, sending on ``send_stream``, None for one of its own.
 
     Takes the boundary links of ``links`` over and closes them. ``persistent`` holds a tensor ``[>= max_rows, width]`` for each
@@ -107,36 +100,43 @@ class HostRingTransport(PPTransport):
         send_stream: Stream | None = None,
         persistent: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
+        super().__init__(pp_group, boundary, max_rows, persistent)
         self.name = name
-        self._group = pp_group
-        self._boundary = boundary
-        self._max_rows = max_rows
         self._compute = compute
-        self._persistent = persistent
-        self._dtypes = {tensor.name: getattr(torch, tensor.dtype) for tensor in boundary}
-        self._dtype_code = pack_dtypes([tensor.dtype for tensor in boundary])
-        self._width = sum(tensor.width for tensor in boundary)
-        self._schema = schema_checksum(boundary)
-        self._step: StepShape | None = None
         for link in (links.from_prev, links.to_next):
             self._check_slot(link)
-        self._check_persistent()
         self._lane = HostLane(f"send-{pp_group.rank}", send_stream)
         self._sender = None if links.to_next is None else self._lane.sender(links.to_next)
         self._receiver = None if links.from_prev is None else self._lane.receiver(links.from_prev)
         self._out_slots = self._slots(links.to_next)
         self._in_slots = self._slots(links.from_prev)
+        self._buffers = (
+            []
+            if links.to_next is None
+            else [
+                {tensor.name: torch.empty(max_rows, tensor.width, dtype=self._dtypes[tensor.name]) for tensor in boundary}
+                for _ in range(NUM_OUTPUT_BUFFERS)
+            ]
+        )
+        self._num_sent = 0
+        self._is_free: list[Point | None] = [None] * NUM_OUTPUT_BUFFERS
 
     def begin_step(self, step: StepShape) -> None:
         self._lane.poison.check()
-        if step.num_tokens > self._max_rows:
-            raise TransportError(f"step {step.step_id}: {step.num_tokens} rows, but a ring slot holds {self._max_rows}")
-        self._step = step
+        self._announce(step)
+
+    def outputs(self, pp_group: PPGroup) -> Mapping[str, torch.Tensor]:
+        self._lane.poison.check()
+        step = self._announced(pp_group)
+        self._sending_end()
+        index = self._num_sent % NUM_OUTPUT_BUFFERS
+        if (is_free := self._is_free[index]) is not None:
+            self._compute.wait(is_free)
+        return {name: tensor[: step.num_tokens] for name, tensor in self._buffers[index].items()}
 
     def send(self, tensors: IntermediateTensors, pp_group: PPGroup) -> Point:
-        lane, sender, step = self._lane, self._sender, self._announced(pp_group)
-        if sender is None:
-            raise ValueError(f"rank {pp_group.rank} is the last of {pp_group.world_size} and sends to no rank")
+        self._lane.poison.check()
+        lane, sender, step = self._lane, self._sending_end(), self._announced(pp_group)
         sources = self._checked(tensors, step.num_tokens)
         seq = sender.claim()
         header = self._header(step, seq)
@@ -155,9 +155,13 @@ class HostRingTransport(PPTransport):
 
         lane.stream.launch(write)
         lane.note_use(lane.stream)
-        return lane.stream.record()
+        sent = lane.stream.record()
+        self._is_free[self._num_sent % NUM_OUTPUT_BUFFERS] = sent
+        self._num_sent += 1
+        return sent
 
     def recv(self, pp_group: PPGroup) -> IntermediateTensors:
+        self._lane.poison.check()
         lane, receiver, step = self._lane, self._receiver, self._announced(pp_group)
         if receiver is None:
             raise ValueError("rank 0 receives from no rank")
@@ -186,42 +190,10 @@ class HostRingTransport(PPTransport):
         self._lane.close()
         self._in_slots = self._out_slots = []
 
-    def _announced(self, pp_group: PPGroup) -> StepShape:
-        self._lane.poison.check()
-        if pp_group != self._group:
-            raise ValueError(f"transport of {self._group} was called with {pp_group}")
-        if self._step is None:
-            raise ValueError("no step was announced with begin_step")
-        return self._step
-
-    def _header(self, step: StepShape, seq: int) -> BoundaryHeader:
-        return BoundaryHeader(
-            magic=BOUNDARY_MAGIC,
-            epoch=self._group.epoch,
-            step_id=step.step_id,
-            seq=seq & SEQ_MASK,
-            rows=step.num_tokens,
-            dtype=self._dtype_code,
-            width=self._width,
-            in_flight=step.num_in_flight,
-            schema=self._schema,
-            verdict=1,
-        )
-
-    def _checked(self, tensors: IntermediateTensors, num_rows: int) -> list[torch.Tensor]:
-        """The tensors in the boundary's order; ``TransportError`` for one that is not what was agreed."""
-        sources: list[torch.Tensor] = []
-        for schema in self._boundary:
-            source = tensors.tensors.get(schema.name)
-            if source is None:
-                raise TransportError(f"boundary tensor {schema.name} is missing, got {', '.join(tensors.tensors) or 'none'}")
-            if tuple(source.shape) != (num_rows, schema.width) or source.dtype != self._dtypes[schema.name]:
-                raise TransportError(
-                    f"boundary tensor {schema.name}: {source.dtype} {tuple(source.shape)}, "
-                    f"must be {self._dtypes[schema.name]} {(num_rows, schema.width)}"
-                )
-            sources.append(source)
-        return sources
+    def _sending_end(self) -> RingSender:
+        if self._sender is None:
+            raise ValueError(f"rank {self._group.rank} is the last of {self._group.world_size} and sends to no rank")
+        return self._sender
 
     def _credit(self, receiver: RingReceiver, seq: int) -> Callable[[Stream], None]:
         lane = self._lane
@@ -237,18 +209,6 @@ class HostRingTransport(PPTransport):
                 lane.note_use(stream)
 
         return give
-
-    def _check_persistent(self) -> None:
-        if self._persistent is None:
-            return
-        for schema in self._boundary:
-            tensor, dtype = self._persistent[schema.name], self._dtypes[schema.name]
-            rows, *width = tensor.shape
-            if rows < self._max_rows or width != [schema.width] or tensor.dtype != dtype or not tensor.is_contiguous():
-                raise TransportError(
-                    f"persistent tensor {schema.name}: {tensor.dtype} {tuple(tensor.shape)}, "
-                    f"must be contiguous {dtype} [>= {self._max_rows}, {schema.width}]"
-                )
 
     def _check_slot(self, link: Link | None) -> None:
         needed = boundary_slot_bytes(self._boundary, self._max_rows)

@@ -54,6 +54,11 @@ def counter_word(epoch: int, seq: int) -> int:
     return ((epoch << SEQ_BITS) + seq) & _WORD_MASK
 
 
+def poison_word(epoch: int) -> int:
+    """What satisfies every wait of an epoch, however far its counters have carried."""
+    return counter_word(epoch, 1 << 62)
+
+
 def is_at_least(word: int, target: int) -> bool:
     """The signed cyclic ``>=`` of two counter words, as GPUs' stream waits compare them."""
     return (word - target) & _WORD_MASK < _HALF
@@ -76,14 +81,14 @@ class RingLayout:
 
     @property
     def segment_bytes(self) -> int:
-        return CONTROL_BYTES + self.num_slots * self._stride
+        return CONTROL_BYTES + self.num_slots * self.stride
 
     def slot_offset(self, seq: int) -> int:
         """Offset of the header of the slot that message ``seq`` uses; the payload is ``SLOT_HEADER_BYTES`` further."""
-        return CONTROL_BYTES + seq % self.num_slots * self._stride
+        return CONTROL_BYTES + seq % self.num_slots * self.stride
 
     @property
-    def _stride(self) -> int:
+    def stride(self) -> int:
         return SLOT_HEADER_BYTES + align(self.slot_bytes)
 
 
@@ -149,7 +154,8 @@ class TokenHeader(NamedTuple):
 
 
 Header = BoundaryHeader | TokenHeader
-_H = TypeVar("_H", BoundaryHeader, TokenHeader)
+_H = TypeVar("_H", bound=Header)
+
 
 BOUNDARY_MAGIC = int.from_bytes(b"SWbd", "little")
 TOKEN_MAGIC = int.from_bytes(b"SWtk", "little")
@@ -157,6 +163,21 @@ _FORMATS: dict[type[Header], struct.Struct] = {
     BoundaryHeader: struct.Struct("<IIQQIQQIII"),
     TokenHeader: struct.Struct("<IIQQIII"),
 }
+
+
+def pack_header(header: Header) -> bytes:
+    """As it heads a slot; a multiple of 4 bytes, the verdict last."""
+    return _FORMATS[type(header)].pack(*header)
+
+
+def unpack_header(kind: type[_H], data: bytes | bytearray | memoryview) -> _H:
+    """What ``pack_header`` packed; bytes behind it are ignored."""
+    return kind(*_FORMATS[kind].unpack_from(data))
+
+
+def header_of(data: bytes | bytearray | memoryview) -> Header:
+    """A packed header of whichever kind its magic names."""
+    return unpack_header(TokenHeader if int.from_bytes(data[:4], "little") == TOKEN_MAGIC else BoundaryHeader, data)
 
 
 def pack_dtypes(dtypes: list[str]) -> int:
@@ -342,11 +363,10 @@ class RingReceiver(_End):
         self._released: set[int] = set()  # out of order, waiting for an earlier one
         self._next_free = self._next_seq
 
-    def wait_full(self, seq: int, expected: _H) -> None:
+    def wait_full(self, seq: int, expected: Header) -> None:
         """Block until message ``seq`` is there and compare its header; raises ``HeaderMismatch`` or the poison's cause."""
         self._wait(seq + 1)
-        kind = type(expected)
-        got = kind(*_FORMATS[kind].unpack_from(self.link.buffer, self.layout.slot_offset(seq)))
+        got = unpack_header(type(expected), memoryview(self.link.buffer)[self.layout.slot_offset(seq) :])
         check_header(expected, got, receiver=self.link.stamp.receiver, sender=self.link.stamp.sender)
 
     def release(self, seq: int) -> None:

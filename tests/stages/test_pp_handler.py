@@ -8,7 +8,7 @@ import torch
 
 from stages.errors import HeaderMismatch, TransportError
 from stages.pp_handler import SampledTokens
-from tests.stages.transport.harness import KINDS, MAX_REQS, MAX_SAMPLE_LEN, SpyBell, no_leaks, pipeline, reach
+from tests.stages.transport.harness import KINDS, MAX_REQS, MAX_SAMPLE_LEN, no_leaks, pipeline, reach, wait_for_sleeper
 
 __all__ = ["no_leaks"]  # every test here checks for leaks
 
@@ -113,9 +113,7 @@ def test_the_broadcast_reads_what_compute_has_written_by_then(kind: str) -> None
         last.handler.maybe_broadcast_sampled_tokens(ids, int32(1), int32(0))
         tokens = first.handler.maybe_receive_sampled_tokens(1)
         assert tokens is not None
-        bell = first.links.tokens[0].full_bell
-        assert isinstance(bell, SpyBell)
-        bell.wait_for_sleeper()
+        wait_for_sleeper(first, "tokens")
         assert not tokens.ready.is_reached()
         gate.set()
         reach(tokens.ready)
@@ -141,9 +139,7 @@ def test_steps_run_ahead_by_the_token_ring_s_slots(kind: str) -> None:
             last.handler.begin_step(step_id)
             sent.append(last.handler.maybe_broadcast_sampled_tokens(torch.tensor([[step_id]]), int32(1), int32(0)))
         reach(sent[2])
-        bell = last.links.tokens[0].free_bell
-        assert isinstance(bell, SpyBell)
-        bell.wait_for_sleeper()
+        wait_for_sleeper(last, "tokens")
         assert not sent[3].is_reached()
         for rank in (first, middle):
             for step_id in range(5):

@@ -1,8 +1,10 @@
 """Ranks with links, streams, transport and handler, all in this process, and what tests wait with."""
 
+import ctypes
 import gc
 import os
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,11 +12,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from stages.device import HostStream, Point
+from stages.cuda import CudaDevice
+from stages.device import HostStream, Point, Stream
+from stages.kernels import Kernels
 from stages.plan import TensorSchema
 from stages.pp_handler import PPHandler
 from stages.topology import PPGroup
 from stages.transport.base import IntermediateTensors, PPTransport, StepShape
+from stages.transport.device_links import DeviceLinks
 from stages.transport.factory import TransportConfig, create_pp_handler, create_pp_transport
 from stages.transport.links import (
     LinkSizes,
@@ -25,9 +30,11 @@ from stages.transport.links import (
     token_slot_bytes,
 )
 from stages.transport.memory import MemoryHub
-from stages.transport.ring import Doorbell, Link, RingLayout
+from stages.transport.ring import CONTROL_BYTES, SLOT_HEADER_BYTES, Doorbell, Link, RingLayout
+from tests.emulated_cuda import the_emulation
 
-KINDS = ("memory", "shared_memory")
+HOST_KINDS = ("memory", "shared_memory")
+KINDS = (*HOST_KINDS, "copy_engine")
 HIDDEN = [TensorSchema("hidden_states", "float32", 8)]
 SEVERAL = [
     TensorSchema("hidden_states", "float32", 8),
@@ -61,11 +68,15 @@ class SpyBell:
         assert self._sleepers.acquire(timeout=DEADLINE_SECONDS), "nobody waits at this doorbell"
 
 
+Links = RankLinks | DeviceLinks
+_devices: list[CudaDevice] = []  # closed at the end of a test: what a rank lets go of, its peers may still write to
+
+
 @dataclass
 class Rank:
     group: PPGroup
-    compute: HostStream
-    links: RankLinks
+    compute: Stream
+    links: Links
     transport: PPTransport
     handler: PPHandler
 
@@ -96,8 +107,19 @@ def sizes_for(boundary: Sequence[TensorSchema], ring_slots: int, token_slots: in
     )
 
 
-def links_for(kind: str, world_size: int, sizes: LinkSizes, *, epoch: int, start_seq: int) -> list[RankLinks]:
+def links_for(kind: str, world_size: int, sizes: LinkSizes, *, epoch: int, start_seq: int) -> Sequence[Links]:
     groups = [PPGroup(rank, world_size, epoch) for rank in range(world_size)]
+    if kind == "copy_engine":
+        emulated = the_emulation()
+        device_links: list[DeviceLinks] = []
+        for group in groups:
+            _devices.append(emulated.device(group.rank))
+            kernels = Kernels(emulated.driver)
+            device_links.append(DeviceLinks(_devices[-1], torch.device("cpu"), kernels, group, sizes, start_seq))
+        exports = [links.exports() for links in device_links]
+        for links in device_links:
+            links.connect(exports)
+        return device_links
     if kind == "memory":
         hub = MemoryHub(start_seq)
         return [hub.join(group, sizes) for group in groups]
@@ -116,20 +138,22 @@ def links_for(kind: str, world_size: int, sizes: LinkSizes, *, epoch: int, start
 def build_rank(
     kind: str,
     group: PPGroup,
-    links: RankLinks,
+    links: Links,
     boundary: Sequence[TensorSchema] = HIDDEN,
     persistent: Mapping[str, torch.Tensor] | None = None,
 ) -> Rank:
-    compute = HostStream(f"compute-{group.rank}")
-    for link in [links.from_prev, links.to_next, *links.tokens]:
-        if link is not None:
-            link.full_bell, link.free_bell = SpyBell(link.full_bell), SpyBell(link.free_bell)
+    device = links.device if isinstance(links, DeviceLinks) else None
+    compute = HostStream(f"compute-{group.rank}") if device is None else device.stream(f"compute-{group.rank}")
+    if isinstance(links, RankLinks):
+        for link in [links.from_prev, links.to_next, *links.tokens]:
+            if link is not None:
+                link.full_bell, link.free_bell = SpyBell(link.full_bell), SpyBell(link.free_bell)
     config = TransportConfig(
         name=kind,
         pp_group=group,
         boundary=boundary,
         max_rows=MAX_ROWS,
-        ring_slots=boundary_link(links).layout.num_slots,
+        ring_slots=ring_layout(links).num_slots,
         compute=compute,
         links=links,
     )
@@ -139,7 +163,51 @@ def build_rank(
     return Rank(group, compute, links, transport, handler)
 
 
-def boundary_link(links: RankLinks) -> Link:
+def ring_layout(links: Links) -> RingLayout:
+    end = links.to_next or links.from_prev
+    assert end is not None
+    return end.layout
+
+
+def wait_for_sleeper(rank: Rank, what: str) -> None:
+    """Until something of the rank waits for its peer in ``recv``, ``send`` or ``tokens``."""
+    links = rank.links
+    if isinstance(links, RankLinks):
+        bell = {
+            "recv": lambda: boundary_link(links).full_bell,
+            "send": lambda: boundary_link(links).free_bell,
+            "tokens": lambda: links.tokens[0].free_bell if rank.group.is_last_rank else links.tokens[0].full_bell,
+        }[what]()
+        assert isinstance(bell, SpyBell)
+        bell.wait_for_sleeper()
+        return
+    ends = {"recv": [links.from_prev], "send": [links.to_next], "tokens": [links.token_receiver, *links.token_senders]}
+    memory = next(end for end in ends[what] if end is not None).memory
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not the_emulation().is_waiting(memory, CONTROL_BYTES):
+        assert time.monotonic() < deadline, "nobody waits there"
+        time.sleep(0.0001)
+
+
+def full_word(rank: Rank) -> memoryview:
+    """The counter that the first message of a receiving rank is told by, as its peer writes it."""
+    if isinstance(rank.links, RankLinks):
+        return memoryview(boundary_link(rank.links).buffer)[:8].cast("Q")
+    assert rank.links.from_prev is not None
+    return memoryview((ctypes.c_uint64 * 1).from_address(rank.links.from_prev.memory)).cast("B").cast("Q")
+
+
+def slot_header(rank: Rank) -> memoryview:
+    """The header of the slot that the first message of a receiving rank is in."""
+    if isinstance(rank.links, RankLinks):
+        link = boundary_link(rank.links)
+        return memoryview(link.buffer)[link.layout.slot_offset(0) :][:SLOT_HEADER_BYTES]
+    assert rank.links.from_prev is not None
+    return memoryview((ctypes.c_ubyte * SLOT_HEADER_BYTES).from_address(rank.links.from_prev.slot(0))).cast("B")
+
+
+def boundary_link(links: Links) -> Link:
+    assert isinstance(links, RankLinks)
     link = links.to_next or links.from_prev
     assert link is not None
     return link
@@ -195,7 +263,14 @@ def reach(point: Point) -> None:
     """Wait for a Point; raises its stream's error."""
     done = threading.Event()
     point.add_done_callback(done.set)
-    assert done.wait(DEADLINE_SECONDS), "the point was not reached"
+    if point.poller is None:
+        assert done.wait(DEADLINE_SECONDS), "the point was not reached"
+    else:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not done.is_set():
+            assert time.monotonic() < deadline, "the point was not reached"
+            point.poller.poll()
+            time.sleep(0.0001)
     point.is_reached()
 
 
@@ -214,6 +289,8 @@ def no_leaks() -> Iterator[None]:
     """Fails a test that leaves a file descriptor or a thread behind."""
     fds, threads = open_fds(), set(threading.enumerate())
     yield
+    while _devices:
+        _devices.pop().close()
     if open_fds() - fds:
         gc.collect()  # the traceback of an expected error holds the frames it went through, and what they hold
     assert open_fds() - fds == set()

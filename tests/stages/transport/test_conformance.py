@@ -11,29 +11,33 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from stages.device import HostPoint, HostStream
+from stages.device import HostPoint, HostStream, Point
 from stages.errors import HeaderMismatch, PeerLost, TransportError
 from stages.plan import TensorSchema
 from stages.topology import PPGroup
 from stages.transport.base import IntermediateTensors
+from stages.transport.links import RankLinks
 from stages.transport.ring import SEQ_MASK, counter_word
 from tests.stages.transport.harness import (
     DEADLINE_SECONDS,
     HIDDEN,
+    HOST_KINDS,
     KINDS,
     MAX_ROWS,
     SEVERAL,
     Rank,
-    SpyBell,
     assert_same,
     boundary_link,
     build_rank,
+    full_word,
     links_for,
     open_fds,
     pipeline,
     reach,
     sizes_for,
+    slot_header,
     tensors_of,
+    wait_for_sleeper,
 )
 
 
@@ -50,9 +54,12 @@ def gate() -> Iterator[threading.Event]:
     event.set()
 
 
-def spy(bell: object) -> SpyBell:
-    assert isinstance(bell, SpyBell)
-    return bell
+def look_again(rank: Rank, what: str) -> None:
+    """Have what waits look at its counter once more, until it waits again; a stream of a GPU looks all the time."""
+    if isinstance(rank.links, RankLinks):
+        link = boundary_link(rank.links)
+        (link.full_bell if what == "recv" else link.free_bell).ring()
+        wait_for_sleeper(rank, what)
 
 
 class Checker:
@@ -193,7 +200,7 @@ def test_a_delayed_receiver_stops_the_sender_at_exactly_k_slots(kind: str, ring_
             sent.append(first.send(tensors_of(HIDDEN, step_id, 4)))
             checker.recv(step_id, 4).release(last.compute)
         reach(sent[ring_slots - 1])
-        spy(boundary_link(first.links).free_bell).wait_for_sleeper()
+        wait_for_sleeper(first, "send")
         assert [point.is_reached() for point in sent] == [True] * ring_slots + [False] * 2
         gate.set()
         reach(sent[-1])
@@ -202,7 +209,6 @@ def test_a_delayed_receiver_stops_the_sender_at_exactly_k_slots(kind: str, ring_
 
 def test_a_credit_given_out_of_order_waits_for_the_earlier_one(kind: str) -> None:
     with pipeline(kind, 2, ring_slots=2) as (first, last):
-        link = boundary_link(first.links)
         sent, received = [], []
         for step_id in range(3):
             first.begin(step_id, 1)
@@ -211,11 +217,10 @@ def test_a_credit_given_out_of_order_waits_for_the_earlier_one(kind: str) -> Non
                 last.begin(step_id, 1)
                 received.append(last.recv())
         reach(received[1].ready)
-        spy(link.free_bell).wait_for_sleeper()
+        wait_for_sleeper(first, "send")
         received[1].release(last.compute)
         reach(last.compute.record())
-        link.free_bell.ring()  # the sender looks again, and goes back to sleep: slot 0 is still read
-        spy(link.free_bell).wait_for_sleeper()
+        look_again(first, "send")  # the sender goes back to sleep: slot 0 is still read
         assert not sent[2].is_reached()
         assert_same(received[0].tensors, tensors_of(HIDDEN, 0, 1))
         received[0].release(last.compute)
@@ -264,7 +269,7 @@ def test_a_source_may_be_overwritten_after_its_point_and_not_before(kind: str, g
             overwritten.append(first.compute.record())
             checker.recv(step_id, MAX_ROWS).release(last.compute)
         reach(overwritten[0])
-        spy(boundary_link(first.links).free_bell).wait_for_sleeper()
+        wait_for_sleeper(first, "send")
         assert not overwritten[1].is_reached()
         gate.set()
         reach(last.compute.record())
@@ -279,7 +284,7 @@ def test_sending_waits_for_the_source_to_be_ready(kind: str, gate: threading.Eve
         first.compute.launch(lambda: void(source.fill_(5)))
         first.send({"hidden_states": source})
         received = last.recv()
-        spy(boundary_link(last.links).full_bell).wait_for_sleeper()
+        wait_for_sleeper(last, "recv")
         assert not received.ready.is_reached()
         gate.set()
         reach(received.ready)
@@ -340,14 +345,12 @@ def test_the_sequence_wraps(kind: str, epoch: int, ring_slots: int) -> None:
 
 def test_a_late_store_of_an_older_epoch_is_no_message(kind: str) -> None:
     with pipeline(kind, 2, epochs=[5]) as (first, last):
-        link = boundary_link(last.links)
         last.begin(0, 1)
         first.begin(0, 1)
-        memoryview(link.buffer).cast("Q")[0] = counter_word(4, 1000)
+        full_word(last)[0] = counter_word(4, 1000)
         received = last.recv()
-        spy(link.full_bell).wait_for_sleeper()
-        link.full_bell.ring()
-        spy(link.full_bell).wait_for_sleeper()
+        wait_for_sleeper(last, "recv")
+        look_again(last, "recv")
         assert not received.ready.is_reached()
         first.send(tensors_of(HIDDEN, 0, 1))
         reach(received.ready)
@@ -378,11 +381,10 @@ def test_a_header_mismatch_names_the_field_and_both_ranks(
     kind: str, field: str, sent: tuple[int, int, int], expected: tuple[int, int, int], boundary: list[TensorSchema], epoch: int
 ) -> None:
     with pipeline(kind, 2, [boundary, HIDDEN]) as (first, last):
-        link = boundary_link(first.links)
         first.begin(*sent)
         last.begin(*expected)
         reach(first.send(tensors_of(boundary, sent[0], sent[1])))
-        header = memoryview(link.buffer)[link.layout.slot_offset(0) :]
+        header = slot_header(last)
         if field == "magic":
             header[0] ^= 1
         if field == "epoch":
@@ -441,7 +443,7 @@ def test_ends_close_in_either_order_and_lose_nothing(kind: str, order: tuple[int
         ranks[rank].transport.close()
         ranks[rank].close()
         ranks[rank].poison(RuntimeError("late"))  # after the end: nothing happens
-        with pytest.raises(TransportError, match=f"send-{rank} is closed"):
+        with pytest.raises(TransportError, match="closed"):
             ranks[rank].transport.begin_step(None)  # pyright: ignore[reportArgumentType]
 
 
@@ -450,8 +452,9 @@ def links_and_ranks(kind: str) -> list[Rank]:
     return [build_rank(kind, PPGroup(rank, 2, 1), links[rank]) for rank in range(2)]
 
 
-def test_a_view_may_outlive_its_transport(kind: str) -> None:
-    ranks = links_and_ranks(kind)
+@pytest.mark.parametrize("host_kind", HOST_KINDS)
+def test_a_view_may_outlive_its_transport(host_kind: str) -> None:
+    ranks = links_and_ranks(host_kind)
     first, last = ranks
     first.begin(0, 4)
     last.begin(0, 4)
@@ -490,8 +493,9 @@ class SpiedPoint:
     add_done_callback: Callable[[Callable[[], None]], None]
 
 
-def test_closing_waits_for_credits_that_other_streams_still_give(kind: str, gate: threading.Event) -> None:
-    first, last = links_and_ranks(kind)
+@pytest.mark.parametrize("host_kind", HOST_KINDS)
+def test_closing_waits_for_credits_that_other_streams_still_give(host_kind: str, gate: threading.Event) -> None:
+    first, last = links_and_ranks(host_kind)
     first.begin(0)
     last.begin(0)
     first.send(tensors_of(HIDDEN, 0, 1))
@@ -513,10 +517,11 @@ def test_closing_waits_for_credits_that_other_streams_still_give(kind: str, gate
         rank.close()
 
 
-def test_a_kept_error_keeps_no_segment(kind: str) -> None:
+@pytest.mark.parametrize("host_kind", HOST_KINDS)
+def test_a_kept_error_keeps_no_segment(host_kind: str) -> None:
     before = open_fds()
     cause = PeerLost("the epoch was ended")
-    ranks = links_and_ranks(kind)
+    ranks = links_and_ranks(host_kind)
     first, last = ranks
     last.begin(0)
     last.recv()
@@ -527,8 +532,8 @@ def test_a_kept_error_keeps_no_segment(kind: str) -> None:
         last.handler.begin_step(step_id)
         last.handler.maybe_broadcast_sampled_tokens(torch.zeros(1, 1, dtype=torch.int64), counts, counts)
     first.handler.maybe_receive_sampled_tokens(1)
-    for bell in (boundary_link(first.links).free_bell, last.links.tokens[0].free_bell):
-        spy(bell).wait_for_sleeper()
+    wait_for_sleeper(first, "send")
+    wait_for_sleeper(last, "tokens")
     for rank in ranks:
         rank.poison(cause)
         rank.close()
@@ -536,45 +541,46 @@ def test_a_kept_error_keeps_no_segment(kind: str) -> None:
     assert open_fds() == before
 
 
-def block_recv(first: Rank, last: Rank) -> tuple[Rank, object, SpyBell]:
+def block_recv(first: Rank, last: Rank) -> tuple[Rank, Point, str]:
     last.begin(0)
-    return last, last.recv().ready, spy(boundary_link(last.links).full_bell)
+    return last, last.recv().ready, "recv"
 
 
-def block_credit(first: Rank, last: Rank) -> tuple[Rank, object, SpyBell]:
+def block_credit(first: Rank, last: Rank) -> tuple[Rank, Point, str]:
     for step_id in range(4):
         first.begin(step_id)
         point = first.send(tensors_of(HIDDEN, step_id, 1))
-    return first, point, spy(boundary_link(first.links).free_bell)
+    return first, point, "send"
 
 
-def block_tokens(first: Rank, last: Rank) -> tuple[Rank, object, SpyBell]:
+def block_tokens(first: Rank, last: Rank) -> tuple[Rank, Point, str]:
     first.begin(0)
     tokens = first.handler.maybe_receive_sampled_tokens(1)
     assert tokens is not None
-    return first, tokens.ready, spy(first.links.tokens[0].full_bell)
+    return first, tokens.ready, "tokens"
 
 
-def block_broadcast(first: Rank, last: Rank) -> tuple[Rank, object, SpyBell]:
+def block_broadcast(first: Rank, last: Rank) -> tuple[Rank, Point, str]:
     counts = torch.ones(1, dtype=torch.int32)
     for step_id in range(5):
         last.begin(step_id)
         point = last.handler.maybe_broadcast_sampled_tokens(torch.zeros(1, 1, dtype=torch.int64), counts, counts)
-    return last, point, spy(last.links.tokens[0].free_bell)
+    assert point is not None
+    return last, point, "tokens"
 
 
 @pytest.mark.parametrize("block", [block_recv, block_credit, block_tokens, block_broadcast])
 def test_poison_breaks_every_wait_at_once_and_for_good(kind: str, block: Callable[..., tuple]) -> None:
     cause = PeerLost("rank 1 is gone: exit code -9")
     with pipeline(kind, 2) as (first, last):
-        rank, point, bell = block(first, last)
-        bell.wait_for_sleeper()
+        rank, point, what = block(first, last)
+        wait_for_sleeper(rank, what)
         assert not point.is_reached()
         poisoner = threading.Thread(target=rank.poison, args=(cause,))
         poisoner.start()
         with pytest.raises(PeerLost) as info:
             reach(point)
-        assert info.value is cause
+        assert str(info.value).startswith(str(cause))
         poisoner.join()
         with pytest.raises(PeerLost):
             rank.transport.begin_step(None)  # pyright: ignore[reportArgumentType]
@@ -624,10 +630,9 @@ def test_a_failed_compute_stream_fails_the_send_with_the_same_error(kind: str) -
 
 def test_a_blocked_pipeline_burns_no_cpu(kind: str) -> None:
     with pipeline(kind, 2) as (first, last):
-        _, point, bell = block_recv(first, last)
-        bell.wait_for_sleeper()
-        _, _, bell = block_tokens(first, last)
-        bell.wait_for_sleeper()
+        for block in (block_recv, block_tokens):
+            rank, point, what = block(first, last)
+            wait_for_sleeper(rank, what)
         started = time.process_time()
         time.sleep(0.5)  # the measurement itself: CPU time of half a second in which all threads are blocked
         used = time.process_time() - started
