@@ -1,39 +1,83 @@
-"""Turns Points into awaitables."""
+"""Turns Points into awaitables.
+
+A host stream settles its Points from its own thread. A GPU tells nobody: its Points are looked for. While one is awaited the
+loop looks in every turn, for ``spin_us`` since the last one was found, which costs a core and wakes within a microsecond. Then
+it parks: the next Point of each stream gets a host function that calls ``uv_async_send``, and the loop sleeps. Every 20 ms it
+looks for device errors, after which no host function is called any more. When nothing is awaited nothing runs.
+"""
 
 import asyncio
+import ctypes
+import time
 from collections import deque
+from collections.abc import Callable
+from typing import Literal
 
-from stages.device import Point
+import uvloop
+
+from stages.device import Point, Poller
+from stages.errors import DeadlinePassed
+
+CHECK_SECONDS = 0.02
+PARKED_POLL_SECONDS = 0.001  # on a loop that no host function can wake
+
+WakeMode = Literal["spin", "park", "timer"]
 
 
 class Waker:
     """Wakes the coroutines of one loop when their Points are reached.
 
-    Host streams settle a Point from their own thread. Those wake-ups are gathered, so that several Points that are
-    reached together cost the loop one wake.
+    ``wakes`` counts the Points of GPUs that were found, by how the loop came to look.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, spin_us: int = 0) -> None:
         self._loop = loop
+        self._spin_ns = spin_us * 1000
         # One entry for each Point somebody awaits and that is reached: bounded by the tasks of the steps in flight.
         self._settled: deque[tuple[asyncio.Future[None], Point]] = deque()
         self._is_wake_scheduled = False
         self._is_closed = False
+        self.wakes: dict[WakeMode, int] = {"spin": 0, "park": 0, "timer": 0}
+        self._mode: WakeMode = "spin"
+        self._pollers: list[Poller] = []  # with Points that are awaited
+        self._is_spinning = False
+        self._spins_until_ns = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._bell: _Bell | None = None
 
-    async def reached(self, point: Point) -> None:
-        """Return once ``point`` is reached; raises its stream's error.
+    async def reached(self, point: Point, deadline_seconds: float | None = None) -> None:
+        """Return once ``point`` is reached; raises its stream's error, or ``DeadlinePassed``.
 
-        Cancelling this await changes nothing for the stream: the buffers stay owned by it until the Point is reached.
+        Cancelling this await, or its deadline, changes nothing for the stream: the buffers stay owned by it until the Point is
+        reached.
         """
         if point.is_reached():
             return
         future: asyncio.Future[None] = self._loop.create_future()
-        point.add_done_callback(lambda: self._settle(future, point))
-        await future
+        if point.poller is None:
+            point.add_done_callback(lambda: self._settle(future, point))
+        else:
+            point.add_done_callback(lambda: self._find(future, point))
+            self._look_at(point.poller)
+        if deadline_seconds is None:
+            await future
+            return
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                await future
+        except TimeoutError:
+            raise DeadlinePassed(f"stream {point.stream_name}: not reached within {deadline_seconds:g} s") from None
 
     def close(self) -> None:
         """Points reached from now on wake nobody; whoever still awaits one must be cancelled."""
         self._is_closed = True
+        self._pollers.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._bell is not None:
+            self._bell.close()
+
+    # ---- host streams: they call, from their threads ----------------------------------------------------------------
 
     def _settle(self, future: asyncio.Future[None], point: Point) -> None:
         self._settled.append((future, point))
@@ -45,12 +89,148 @@ class Waker:
     def _wake(self) -> None:
         self._is_wake_scheduled = False
         while self._settled:
-            future, point = self._settled.popleft()
-            if future.done():
-                continue
-            try:
-                point.is_reached()
-            except BaseException as exc:  # noqa: BLE001  whatever ended the stream, the awaiter raises it
-                future.set_exception(exc)
-            else:
-                future.set_result(None)
+            _resolve(*self._settled.popleft())
+
+    # ---- GPUs: we look, on the loop -----------------------------------------------------------------------------------
+
+    def _find(self, future: asyncio.Future[None], point: Point) -> None:
+        self.wakes[self._mode] += 1
+        self._spins_until_ns = 0  # another one may follow at once: set anew
+        _resolve(future, point)
+
+    def _look_at(self, poller: Poller) -> None:
+        if poller not in self._pollers:
+            self._pollers.append(poller)
+        if self._timer is None:
+            self._timer = self._loop.call_later(CHECK_SECONDS, self._check)
+        self._spin()
+
+    def _spin(self) -> None:
+        self._spins_until_ns = time.perf_counter_ns() + self._spin_ns
+        if not self._is_spinning:
+            self._is_spinning = True
+            self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        """One look; the loop does whatever else it has to do before the next."""
+        self._mode = "spin"
+        if not self._poll():
+            self._is_spinning = False
+            return
+        now_ns = time.perf_counter_ns()
+        if self._spins_until_ns == 0:
+            self._spins_until_ns = now_ns + self._spin_ns
+        if now_ns < self._spins_until_ns:
+            self._loop.call_soon(self._turn)
+            return
+        self._is_spinning = False
+        self._park()
+
+    def _park(self) -> None:
+        if self._bell is None:
+            self._bell = _UvBell(self._loop, self._woken) if isinstance(self._loop, uvloop.Loop) else _TimerBell(self._woken)
+        self._bell.arm(self._pollers)
+
+    def _woken(self) -> None:
+        self._mode = "park"
+        if not self._is_closed and not self._is_spinning and self._poll():
+            self._spin()
+
+    def _check(self) -> None:
+        """The safety net: device errors, and host functions that were never called."""
+        self._timer = None
+        for poller in self._pollers:
+            poller.check()
+        self._mode = "timer"
+        if self._poll():
+            self._timer = self._loop.call_later(CHECK_SECONDS, self._check)
+            if not self._is_spinning:
+                self._park()
+
+    def _poll(self) -> bool:
+        """Whether a Point is still awaited."""
+        if self._pollers:
+            self._pollers = [poller for poller in self._pollers if poller.poll()]
+        return bool(self._pollers)
+
+
+def _resolve(future: asyncio.Future[None], point: Point) -> None:
+    if future.done():
+        return
+    try:
+        point.is_reached()
+    except BaseException as exc:  # noqa: BLE001  whatever ended the stream, the awaiter raises it
+        future.set_exception(exc)
+    else:
+        future.set_result(None)
+
+
+class _Bell:
+    """How a parked loop is woken."""
+
+    def arm(self, pollers: list[Poller]) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+class _TimerBell(_Bell):
+    def __init__(self, ring: Callable[[], None]) -> None:
+        self._wake = ring
+        self._timer: asyncio.TimerHandle | None = None
+
+    def arm(self, pollers: list[Poller]) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(PARKED_POLL_SECONDS, self._ring)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _ring(self) -> None:
+        self._timer = None
+        self._wake()
+
+
+_UV_ASYNC = 1  # of libuv's uv_handle_type
+_UvCallback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_immortal: list[object] = []  # a host function may still be under way when its Waker is closed: a handle each, never freed
+
+
+class _UvBell(_Bell):
+    """A ``uv_async_t`` on uvloop's libuv loop, whose extension exports libuv's functions."""
+
+    def __init__(self, loop: uvloop.Loop, ring: Callable[[], None]) -> None:
+        self._uv = ctypes.CDLL(uvloop.loop.__file__)
+        for name in ("uv_async_init", "uv_close"):
+            getattr(self._uv, name).argtypes = [ctypes.c_void_p] * (3 if name == "uv_async_init" else 2)
+        self._uv.uv_handle_size.restype = ctypes.c_size_t
+        self._send = ctypes.cast(self._uv.uv_async_send, ctypes.c_void_p).value or 0
+        self._loop = loop
+        self._ring = ring
+        callback = _UvCallback(self._called)
+        memory = ctypes.create_string_buffer(self._uv.uv_handle_size(_UV_ASYNC))
+        _immortal.append((memory, callback))
+        self._handle = ctypes.addressof(memory)
+        pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        uv_loop = pointer(getattr(uvloop.loop, "libuv_get_loop_t_ptr")(loop), None)  # noqa: B009  not in its type stubs
+        if self._uv.uv_async_init(uv_loop, self._handle, callback):
+            raise RuntimeError("uv_async_init failed")
+        self._is_closed = False
+
+    def arm(self, pollers: list[Poller]) -> None:
+        for poller in pollers:
+            poller.arm(self._send, self._handle)
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._uv.uv_close(self._handle, None)
+
+    def _called(self, _handle: int) -> None:
+        try:
+            self._ring()
+        except BaseException as exc:  # noqa: BLE001  nothing may be raised into libuv
+            self._loop.call_exception_handler({"message": "a wake-up failed", "exception": exc})

@@ -17,9 +17,11 @@ from contextlib import AbstractContextManager, nullcontext
 from stages.device import DoneCallback, Point, Poller, Stream
 from stages.driver import NOT_READY, Driver, MemoryOp, memory_ops
 from stages.errors import CudaError
+from stages.kernels import Progress
 
-_WORD_STRIDE = 64  # bytes: a cache line for each stream's word
 _MAX_STREAMS = 64
+_NUM_STAMPS = 255  # of a stream, used in turn: far more points than a stream can have in flight
+_AREA_BYTES = 8 * (1 + _NUM_STAMPS)  # of a stream in pinned memory: its word, then its stamps
 _CLOSE_POLL_SECONDS = 0.0002
 _ANCHOR_SECONDS = 0.25  # how long one anchor of the clock serves: an elapsed time is a float32 of milliseconds
 _MAX_ANCHOR_SECONDS = 2.0
@@ -41,16 +43,17 @@ class CudaDevice(Poller):
         self.ordinal = ordinal
         self.enqueue = enqueue
         driver.make_current(ordinal)
-        self._page = driver.alloc_host(_WORD_STRIDE * _MAX_STREAMS)
-        ctypes.memset(self._page, 0, _WORD_STRIDE * _MAX_STREAMS)
-        words = (ctypes.c_uint64 * (_WORD_STRIDE // 8 * _MAX_STREAMS)).from_address(self._page)
+        self._page = driver.alloc_host(_AREA_BYTES * _MAX_STREAMS)
+        ctypes.memset(self._page, 0, _AREA_BYTES * _MAX_STREAMS)
+        words = (ctypes.c_uint64 * (_AREA_BYTES // 8 * _MAX_STREAMS)).from_address(self._page)
         self.rescue = driver.create_stream()  # never waits: what is written on it breaks the waits of the others
         self._words = memoryview(words).cast("B").cast("Q")
-        self._unused_words = list(range(_MAX_STREAMS))
+        self._unused_areas = list(range(_MAX_STREAMS))
         self._events: list[int] = []
         self._retired: list[int] = []
         self._streams: list[CudaStream] = []
         self._clock: _Clock | None = None
+        self._stamp_clock = _StampClock()
 
     def stream(
         self, name: str, handle: int | None = None, scope: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -112,20 +115,20 @@ class CudaDevice(Poller):
 
     # ---- what its streams use ---------------------------------------------------------------------------------------
 
-    def take_word(self) -> tuple[int, int]:
-        """The address and the index of a stream's progress word."""
-        if not self._unused_words:
+    def take_area(self) -> tuple[int, int]:
+        """The address of a stream's word and stamps in pinned memory, and the word's index."""
+        if not self._unused_areas:
             raise CudaError(f"more than {_MAX_STREAMS} streams on device {self.ordinal}")
-        index = self._unused_words.pop()
-        self._words[index * (_WORD_STRIDE // 8)] = 0
-        return self._page + index * _WORD_STRIDE, index
+        index = self._unused_areas.pop() * (_AREA_BYTES // 8)
+        self._words[index] = 0
+        return self._page + index * 8, index
 
     def read_word(self, index: int) -> int:
-        return self._words[index * (_WORD_STRIDE // 8)]
+        return self._words[index]
 
     def forget(self, stream: "CudaStream", index: int) -> None:
         self._streams.remove(stream)
-        self._unused_words.append(index)
+        self._unused_areas.append(index // (_AREA_BYTES // 8))
 
     def take_event(self) -> int:
         return self._events.pop() if self._events else self.driver.create_event()
@@ -136,6 +139,8 @@ class CudaDevice(Poller):
 
     def host_time_ns(self, point: "CudaPoint", observed_ns: int) -> int:
         """When a reached Point was reached, on the host's clock; ``observed_ns`` is a time when it had been."""
+        if point.stamp_index:
+            return self._stamp_clock.time_of(self._words[point.stamp_index], observed_ns)
         if self._clock is None:
             self._clock = _Clock(self.driver, point, observed_ns)
         return self._clock.time_of(point, observed_ns)
@@ -160,8 +165,8 @@ class CudaStream(Stream):
         self._own_handles = [self._notifier, *([self.handle] if handle is None else [])]
         self._scope = scope
         self._sequence = 0
-        self._word_address, self._word_index = device.take_word()
-        self._ops = memory_ops([MemoryOp.write(0, 0), MemoryOp.write(self._word_address, 0)])
+        self._area, self._word_index = device.take_area()
+        self._ops = memory_ops([MemoryOp.write(0, 0), MemoryOp.write(self._area, 0)])
         self._callbacks: list[tuple[int, int, CudaPoint, DoneCallback]] = []  # in the order of their Points
         self._num_callbacks = 0
         self._armed_sequence = 0
@@ -174,13 +179,23 @@ class CudaStream(Stream):
         else:
             self.device.enqueue(self.handle, lambda: self._run(fn))
 
-    def record(self) -> "CudaPoint":
+    def record(self, *, is_told: bool = True) -> "CudaPoint":
         self._check_open()
         event = self.device.take_event()
         self._driver.event_record(event, self.handle)
         self._sequence += 1
-        self._driver.write_value64(self.handle, self._word_address, self._sequence)
+        if is_told:
+            self._driver.write_value64(self.handle, self._area, self._sequence)
         return CudaPoint(self, event, self._sequence)
+
+    def record_in_kernel(self) -> "tuple[CudaPoint, Progress]":
+        """The Point that the kernel launched next on this stream makes itself, and what to tell that kernel."""
+        self._check_open()
+        self._sequence += 1
+        stamp = 1 + self._sequence % _NUM_STAMPS
+        point = CudaPoint(self, 0, self._sequence)
+        point.stamp_index = self._word_index + stamp
+        return point, (self._area, self._sequence, self._area + 8 * stamp)
 
     def record_with(self, address: int, value: int) -> "CudaPoint":
         """Store ``value`` at ``address``, as soon as everything before it is visible, and record a Point behind it."""
@@ -197,9 +212,9 @@ class CudaStream(Stream):
         if not isinstance(point, CudaPoint):
             raise TypeError(f"stream {self.name} of a GPU cannot wait for a {type(point).__name__}")
         self._check_open()
-        if point.stream.error is not None and not point.is_past:
-            self.fail(point.stream.error)
-        elif point.stream is not self:
+        if (error := point.failure) is not None:
+            self.fail(error)
+        elif point.stream is not self and not point.is_past:
             self._driver.stream_wait_event(self.handle, point.event)
 
     def fail(self, error: BaseException) -> None:
@@ -273,23 +288,42 @@ class CudaStream(Stream):
 class CudaPoint(Point):
     """``check``, when set, is called once when the Point is found reached; what it raises fails the stream and this Point."""
 
-    __slots__ = ("_error", "_reached_at_ns", "check", "event", "sequence", "stream")
+    __slots__ = ("_error", "_event", "_reached_at_ns", "check", "sequence", "stamp_index", "stream")
 
     def __init__(self, stream: CudaStream, event: int, sequence: int) -> None:
         self.stream = stream
-        self.event = event
         self.sequence = sequence
+        self.stamp_index = 0
+        self._event = event
         self.check: Callable[[], None] | None = None
         self._error: BaseException | None = None
         self._reached_at_ns = 0
 
     def __del__(self) -> None:
-        self.stream.device.give_event(self.event)
+        if self._event:
+            self.stream.device.give_event(self._event)
+
+    @property
+    def event(self) -> int:
+        """For other streams to wait for. Of a Point that a kernel makes it is recorded now, so it may come somewhat later."""
+        if not self._event:
+            self._event = self.stream.device.take_event()
+            self.stream.device.driver.event_record(self._event, self.stream.handle)
+        return self._event
 
     @property
     def is_past(self) -> bool:
         """Whether the stream has come by, whatever its errors."""
         return self._reached_at_ns != 0 or self.stream.progress >= self.sequence
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What it raises, as far as is known now."""
+        return self._error or (self.stream.error if self._reached_at_ns == 0 else None)
+
+    @property
+    def stream_name(self) -> str:
+        return self.stream.name
 
     @property
     def poller(self) -> Poller:
@@ -317,9 +351,10 @@ class CudaPoint(Point):
         return self._reached_at_ns
 
     def _observe(self) -> None:
+        is_past = self.stream.progress >= self.sequence  # before the error, which is set before the stream goes on
         if self.stream.error is not None:  # also when it was passed since: what a broken wait let through is no result
             self._error = self.stream.error
-        elif self.stream.progress >= self.sequence:
+        elif is_past:
             self._reached_at_ns = self.stream.device.host_time_ns(self, time.perf_counter_ns())
             if self.check is not None:
                 try:
@@ -327,6 +362,24 @@ class CudaPoint(Point):
                 except Exception as exc:  # noqa: BLE001  kept, and raised by this Point and every later one
                     self._error = exc
                     self.stream.fail(exc)
+
+
+class _StampClock:
+    """Places the GPU's own time on the host's clock.
+
+    What a kernel stamped was seen by the host a little later: the least such lag of the last seconds is taken for none.
+    """
+
+    def __init__(self) -> None:
+        self._until_ns = 0
+        self._offset_ns = self._last_offset_ns = 1 << 63
+
+    def time_of(self, stamp_ns: int, observed_ns: int) -> int:
+        if observed_ns > self._until_ns:
+            self._until_ns = observed_ns + round(_MAX_ANCHOR_SECONDS * 1e9)
+            self._last_offset_ns, self._offset_ns = self._offset_ns, 1 << 63
+        self._offset_ns = min(self._offset_ns, observed_ns - stamp_ns)
+        return stamp_ns + min(self._offset_ns, self._last_offset_ns)
 
 
 class _Clock:

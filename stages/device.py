@@ -33,6 +33,10 @@ class Point(ABC):
         """``time.perf_counter_ns()`` when the Point was reached; 0 before that."""
 
     @property
+    @abstractmethod
+    def stream_name(self) -> str: ...
+
+    @property
     def poller(self) -> "Poller | None":
         """What must be polled for this Point's callbacks to be called; None when its stream calls them by itself."""
         return None
@@ -65,8 +69,11 @@ class Stream(ABC):
         """Enqueue ``fn`` in the stream's order; never blocks. ``fn`` keeps what it refers to alive until it has run."""
 
     @abstractmethod
-    def record(self) -> Point:
-        """The Point after everything enqueued so far."""
+    def record(self, *, is_told: bool = True) -> Point:
+        """The Point after everything enqueued so far.
+
+        One that is not ``is_told`` is cheaper on a GPU, and found reached only with the next that is.
+        """
 
     @abstractmethod
     def wait(self, point: Point) -> None:
@@ -85,9 +92,10 @@ class Stream(ABC):
 
 
 class HostPoint(Point):
-    __slots__ = ("_callbacks", "_error", "_lock", "_reached_at_ns")
+    __slots__ = ("_callbacks", "_error", "_lock", "_reached_at_ns", "_stream_name")
 
-    def __init__(self) -> None:
+    def __init__(self, stream_name: str) -> None:
+        self._stream_name = stream_name
         self._lock = threading.Lock()
         self._callbacks: list[DoneCallback] = []
         self._error: BaseException | None = None
@@ -108,6 +116,10 @@ class HostPoint(Point):
     @property
     def reached_at_ns(self) -> int:
         return self._reached_at_ns
+
+    @property
+    def stream_name(self) -> str:
+        return self._stream_name
 
     def _settle(self, error: BaseException | None) -> None:
         with self._lock:
@@ -136,8 +148,8 @@ class HostStream(Stream):
     def launch(self, fn: Callable[[], None]) -> None:
         self._put(fn)
 
-    def record(self) -> HostPoint:
-        point = HostPoint()
+    def record(self, *, is_told: bool = True) -> HostPoint:
+        point = HostPoint(self.name)
         self._put(point)
         return point
 

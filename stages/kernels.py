@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import struct
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from stages.driver import Driver
@@ -19,6 +20,12 @@ IMAGE = Path(__file__).with_name("kernels.ptx")
 _PTX_VERSION = "7.0"
 _ARCHITECTURE = "compute_75"
 REPORT_BYTES = 4 * (1 + 16 + 16)
+MAX_TARGETS = 15  # of one token message: more ranks than a host has GPUs
+
+Progress = tuple[int, int, int]
+"""How a kernel tells the host that its stream has come by: the address of the stream's word in pinned memory, the number that
+is written there, and the address, before it, of the time in nanoseconds on the GPU's clock."""
+NO_PROGRESS: Progress = (0, 0, 0)
 _CHECK_THREADS = 32
 _TOKEN_THREADS = 256
 
@@ -27,8 +34,8 @@ class _Launch:
     """One kernel and its arguments, which stay in place: the driver copies them at each launch."""
 
     def __init__(self, driver: Driver, function: int, num_threads: int, types: str) -> None:
-        """``types`` are those of ``struct``, in the kernel's order; ``64s`` is a header."""
-        layout = "<" + "".join(kind if kind in ("Q", "64s") else kind + "4x" for kind in types.split())
+        """``types`` are those of ``struct``, in the kernel's order; ``64s`` is a header, ``3Q`` a ``Progress``."""
+        layout = "<" + "".join(kind + "4x" if kind == "I" else kind for kind in types.split())
         self._struct = struct.Struct(layout)
         self._block = ctypes.create_string_buffer(self._struct.size)
         self._launch = driver.launch_kernel
@@ -37,7 +44,7 @@ class _Launch:
         offset, addresses = ctypes.addressof(self._block), list[int]()
         for kind in types.split():
             addresses.append(offset)
-            offset += 64 if kind == "64s" else 8
+            offset += struct.calcsize(kind + "4x" if kind == "I" else "<" + kind)
         self._addresses = (ctypes.c_void_p * len(addresses))(*addresses)
 
     def __call__(self, stream: int, *arguments: int | bytes) -> None:
@@ -59,36 +66,65 @@ class Kernels:
         def kernel(name: str, num_threads: int, types: str) -> _Launch:
             return _Launch(driver, driver.function(module, f"stagewire_{name}"), num_threads, types)
 
-        self._boundary = kernel("boundary", _CHECK_THREADS, "Q 64s I Q 64s I I Q Q")
-        self._pack = kernel("pack_tokens", _TOKEN_THREADS, "Q Q Q I I Q 64s I Q")
+        self._boundary = kernel("boundary", _CHECK_THREADS, "Q 64s I Q 64s I I Q Q 3Q")
+        self._send = kernel("send_tokens", _TOKEN_THREADS, f"Q Q Q I I 64s I Q {2 * MAX_TARGETS}Q I Q 3Q")
         self._unpack = kernel("unpack_tokens", _TOKEN_THREADS, "Q 64s I Q Q I I Q Q Q")
         self._scatter = kernel("scatter_tokens", _TOKEN_THREADS, "Q Q Q I I Q Q I I")
 
     def boundary(
-        self, stream: int, got: int, expected: bytes | None, out: int, outgoing: bytes | None, verdict: int, report: int
-    ) -> None:
-        """Compare the header at ``got`` with ``expected``, then write ``outgoing`` with the rank's verdict to ``out``.
-
-        None for a header leaves that half out.
-        """
-        incoming, leaving = expected or b"", outgoing or b""
-        num_words = len(incoming or leaving) // 4
-        self._boundary(stream, got, incoming, bool(incoming), out, leaving, bool(leaving), num_words, verdict, report)
-
-    def pack_tokens(
         self,
         stream: int,
-        ids: int,
-        num_sampled: int,
-        num_rejected: int,
-        num_reqs: int,
-        width: int,
+        got: int,
+        expected: bytes,
         out: int,
         outgoing: bytes,
         verdict: int,
+        report: int,
+        progress: Progress = NO_PROGRESS,
     ) -> None:
-        """Write a token message to ``out``: header, ids int64 ``[num_reqs, width]``, both counts int32 ``[num_reqs]``."""
-        self._pack(stream, ids, num_sampled, num_rejected, num_reqs, width, out, outgoing, len(outgoing) // 4, verdict)
+        """Compare the header at ``got`` with ``expected``, then write ``outgoing`` with the rank's verdict to ``out``.
+
+        An empty header leaves that half out.
+        """
+        num_words = len(expected or outgoing) // 4
+        self._boundary(
+            stream, got, expected, len(expected), out, outgoing, len(outgoing), num_words, verdict, report, *progress
+        )
+
+    def send_tokens(
+        self,
+        stream: int,
+        sources: tuple[int, int, int],
+        num_reqs: int,
+        width: int,
+        outgoing: bytes,
+        verdict: int,
+        slots: Sequence[int],
+        words: Sequence[int],
+        value: int,
+        progress: Progress = NO_PROGRESS,
+    ) -> None:
+        """Write a token message into up to ``MAX_TARGETS`` ``slots``, then ``value`` to each slot's word.
+
+        ``sources``: ids int64 ``[num_reqs, width]``, num_sampled and num_rejected int32 ``[num_reqs]``.
+        """
+        unused = (0,) * (MAX_TARGETS - len(slots))
+        self._send(
+            stream,
+            *sources,
+            num_reqs,
+            width,
+            outgoing,
+            len(outgoing) // 4,
+            verdict,
+            *slots,
+            *unused,
+            *words,
+            *unused,
+            len(slots),
+            value,
+            *progress,
+        )
 
     def unpack_tokens(
         self,

@@ -56,6 +56,10 @@ class PPTransport(ABC):
         They are the transport's, and free again by then. To ``send`` exactly these costs no copy but the transfer itself.
         """
 
+    def sends_inline(self, num_tokens: int) -> bool:
+        """Whether the message of a step of ``num_tokens`` is sent in the order of the compute stream."""
+        return False
+
     @abstractmethod
     def send(self, tensors: IntermediateTensors, pp_group: PPGroup) -> Point:
         """Send ``tensors`` (each ``[num_tokens, width]``) to ``pp_group.next_rank``.

@@ -9,7 +9,7 @@ from stages.plan import TensorSchema
 from stages.topology import PPGroup
 from stages.transport.base import IntermediateTensors, PPTransport, StepShape
 from stages.transport.links import row_bytes, schema_checksum
-from stages.transport.ring import BOUNDARY_MAGIC, SEQ_MASK, BoundaryHeader, pack_dtypes
+from stages.transport.ring import BOUNDARY_MAGIC, SEQ_MASK, BoundaryHeader, pack_dtypes, pack_header
 
 
 class BoundaryTransport(PPTransport):
@@ -59,6 +59,9 @@ class BoundaryTransport(PPTransport):
             schema=self._schema,
             verdict=1,
         )
+
+    def _header_bytes(self, step: StepShape, seq: int) -> bytes:
+        return pack_header(self._header(step, seq))
 
     def _checked(self, tensors: IntermediateTensors, num_rows: int) -> list[torch.Tensor]:
         """The tensors in the boundary's order; ``TransportError`` for one that is not what was agreed."""

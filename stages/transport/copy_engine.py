@@ -4,11 +4,12 @@ One message, from one rank's forward to the next rank's:
 
     compute   ``outputs``: wait until the buffer is free again; write the header in front of it (``recv`` does it in passing)
               the forward writes the buffer
-    send      wait for the forward; wait for the slot; one peer copy, header and tensors; store the slot's ``full`` word
+    send      wait for the slot; wait for the forward; one peer copy, header and tensors; store the slot's ``full`` word
     compute   (the receiver's) wait for ``full``; one small kernel compares the header; the forward reads the slot in place
               store the slot's ``free`` word at the sender
 
-The two send streams take turns, so that one's flag overlaps with the other's copy.
+The two send streams take turns, so that one's flag overlaps with the other's copy. A small message is copied on the compute
+stream itself, when a slot is sure to be free: the step from stream to stream would take longer than the copy.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,9 +28,10 @@ from stages.transport.boundary import BoundaryTransport
 from stages.transport.device_links import DeviceLane, DeviceLinks, DeviceReceiver, DeviceSender
 from stages.transport.device_memory import bytes_at
 from stages.transport.links import boundary_slot_bytes, tensor_offsets
-from stages.transport.ring import SLOT_HEADER_BYTES, pack_header
+from stages.transport.ring import SLOT_HEADER_BYTES
 
 NUM_SEND_STREAMS = 2
+MAX_INLINE_BYTES = 1 << 20  # of a message that is copied on the compute stream
 NUM_OUTPUT_BUFFERS = 2  # compute writes one while the copy engine still reads the other
 
 
@@ -51,9 +53,12 @@ class CopyEngineTransport(BoundaryTransport):
         max_rows: int,
         compute: CudaStream,
         links: DeviceLinks,
+        sends_on_compute: bool = False,
         persistent: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
+        """``sends_on_compute``: no send will ever find its slot taken, so small ones need no stream of their own."""
         super().__init__(pp_group, boundary, max_rows, persistent)
+        self._max_inline_bytes = MAX_INLINE_BYTES if sends_on_compute else -1
         self._links = links
         self._compute = compute
         self._driver = links.device.driver
@@ -80,37 +85,37 @@ class CopyEngineTransport(BoundaryTransport):
         self._lane.note_use(compute)
 
     def begin_step(self, step: StepShape) -> None:
-        self._check()
+        self._lane.check()
         self._announce(step)
         self._output = None
 
+    def sends_inline(self, num_tokens: int) -> bool:
+        return self._message_bytes(num_tokens) <= self._max_inline_bytes
+
     def outputs(self, pp_group: PPGroup) -> Mapping[str, torch.Tensor]:
         self._check()
-        step = self._announced(pp_group)
-        output = self._output
-        if output is None:
-            output = self._open_output(step)
-            self._boundary_kernel(0, None, output)
-        return output.views.of(step.num_tokens)
+        return self._opened_output(self._announced(pp_group)).views.of(self._announced(pp_group).num_tokens)
 
     def send(self, tensors: IntermediateTensors, pp_group: PPGroup) -> Point:
-        mine = self.outputs(pp_group)
-        output, step = self._output, self._announced(pp_group)
-        assert self._sender is not None
-        assert output is not None
-        ready = tensors.ready
+        self._check()
+        step = self._announced(pp_group)
+        output, sender, ready = self._opened_output(step), self._sender, tensors.ready
+        assert sender is not None, "else there is no output"
+        mine = output.views.of(step.num_tokens)
         if any(tensors.tensors.get(name) is not tensor for name, tensor in mine.items()):
             sources = self._checked(tensors, step.num_tokens)
             self._compute.wait(ready)
             self._compute.launch(lambda: _copy_all(mine, sources))
-            ready = self._compute.record()
+            ready = self._compute.record(is_told=False)
         self._output = None
-        stream = self._send_streams[output.seq % NUM_SEND_STREAMS]
+        num_bytes = self._message_bytes(step.num_tokens)
+        is_inline = num_bytes <= self._max_inline_bytes
+        stream = self._compute if is_inline else self._send_streams[output.seq % NUM_SEND_STREAMS]
+        sender.wait_free(stream, output.seq)
         stream.wait(ready)
-        num_bytes = SLOT_HEADER_BYTES + self._offsets(step.num_tokens)[-1]
-        output.is_free = self._sender.send(stream, output.seq, output.address, num_bytes)
-        output.is_free.check = self._verdict_check(step.step_id)
-        return output.is_free
+        sent = output.is_free = sender.copy(stream, output.seq, output.address, num_bytes)
+        sent.check = self._verdict_check(step.step_id)
+        return sent
 
     def recv(self, pp_group: PPGroup) -> IntermediateTensors:
         self._check()
@@ -118,14 +123,13 @@ class CopyEngineTransport(BoundaryTransport):
         if receiver is None:
             raise ValueError("rank 0 receives from no rank")
         seq = receiver.claim()
-        receiver.wait_full(self._compute, seq)
         output = None
         if self._sender is not None and self._output is None:
             output = self._open_output(step)
-        self._boundary_kernel(receiver.slot(seq), pack_header(self._header(step, seq)), output)
+        receiver.wait_full(self._compute, seq)
+        ready = self._boundary_kernel(receiver.slot(seq), self._header_bytes(step, seq), output)
         views = self._in_views[seq % len(self._in_views)].of(step.num_tokens)
         if self._persistent is None:
-            ready = self._compute.record()
             ready.check = self._verdict_check(step.step_id)
             return IntermediateTensors(views, ready, self._credit(receiver, seq))
         kept = {name: self._persistent[name][: step.num_tokens] for name in views}
@@ -166,6 +170,13 @@ class CopyEngineTransport(BoundaryTransport):
                 "a graph is being captured: transfers stay outside of graphs, their numbers differ in each step"
             )
 
+    def _opened_output(self, step: StepShape) -> "_Output":
+        output = self._output
+        if output is None:
+            output = self._open_output(step)
+            self._boundary_kernel(0, b"", output)
+        return output
+
     def _open_output(self, step: StepShape) -> "_Output":
         """The buffer of the announced step's message, free again by compute's order."""
         sender = self._sender
@@ -176,14 +187,19 @@ class CopyEngineTransport(BoundaryTransport):
         if output.is_free is not None:
             self._compute.wait(output.is_free)
         output.seq = seq
-        output.header = pack_header(self._header(step, seq))
+        output.header = self._header_bytes(step, seq)
         self._output = output
         return output
 
-    def _boundary_kernel(self, got: int, expected: bytes | None, output: "_Output | None") -> None:
-        out, outgoing = (0, None) if output is None else (output.address, output.header)
+    def _boundary_kernel(self, got: int, expected: bytes, output: "_Output | None") -> CudaPoint:
+        out, outgoing = (0, b"") if output is None else (output.address, output.header)
         links = self._links
-        links.kernels.boundary(self._compute.handle, got, expected, out, outgoing, links.verdict, links.report)
+        point, progress = self._compute.record_in_kernel()
+        links.kernels.boundary(self._compute.handle, got, expected, out, outgoing, links.verdict, links.report, progress)
+        return point
+
+    def _message_bytes(self, num_rows: int) -> int:
+        return SLOT_HEADER_BYTES + self._offsets(num_rows)[-1]
 
     def _verdict_check(self, step_id: int) -> Callable[[], None]:
         def check() -> None:

@@ -1,13 +1,17 @@
-"""Token return over the copy engine: one small kernel packs a step's message, one peer copy brings it to each other rank."""
+"""Token return between GPUs of one host: one small kernel writes a step's message into every other rank's ring.
 
+The message is a few kilobytes: a copy engine would take longer to start than the kernel takes in all. Receivers wait for its
+word by a stream memory operation; no kernel ever waits.
+"""
+
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from stages.cuda import CudaPoint, CudaStream
-from stages.driver import Driver
 from stages.errors import TransportError
+from stages.kernels import MAX_TARGETS
 from stages.pp_handler import (
     HasSampledTokens,
     PPHandler,
@@ -21,21 +25,18 @@ from stages.topology import PPGroup
 from stages.transport.device_links import DeviceLane, DeviceLinks, DeviceReceiver, DeviceSender
 from stages.transport.device_memory import bytes_at
 from stages.transport.links import token_slot_bytes
-from stages.transport.ring import SLOT_HEADER_BYTES, pack_header
+from stages.transport.ring import pack_header
 
 
 class _CopyEngineHandler(PPHandler):
-    """Over device links, which it takes over together with the transport. ``num_buffers`` messages fit into its own memory."""
+    """Over device links, which it takes over with the transport. ``waits``: its streams, each with what it waits for."""
 
     def __init__(
-        self, group: PPGroup, links: DeviceLinks, ends: Sequence[DeviceSender | DeviceReceiver], num_buffers: int
+        self, group: PPGroup, links: DeviceLinks, waits: Sequence[tuple[CudaStream, DeviceSender | DeviceReceiver]]
     ) -> None:
         self._links = links
-        self._messages = TokenMessages(group, ends[0].layout)
-        self.stream = self._tokens = links.device.stream(f"tokens-{group.rank}")
-        self._stride = ends[0].layout.stride
-        self._buffers = links.device.driver.alloc(num_buffers * self._stride)
-        self._lane = DeviceLane(links, [(self._tokens, end) for end in ends])
+        self._messages = TokenMessages(group, waits[0][1].layout)
+        self._lane = DeviceLane(links, waits)
 
     def begin_step(self, step_id: int) -> None:
         self._lane.check()
@@ -44,69 +45,65 @@ class _CopyEngineHandler(PPHandler):
     def poison(self, cause: BaseException) -> None:
         self._lane.poison(cause)
 
-    def close(self) -> None:
-        if not self._lane.is_closed:
-            self._lane.close()
-            self._tokens.close()
-            self._links.device.retire(self._buffers)
-
-    def _check_step(self, driver: Driver, num_reqs: int, max_sample_len: int) -> None:
+    def _check_step(self, stream: CudaStream, num_reqs: int, max_sample_len: int) -> None:
         self._lane.check()
         self._messages.check_size(num_reqs, max_sample_len)
-        if driver.is_capturing(self._tokens.handle):
+        if self._links.device.driver.is_capturing(stream.handle):
             raise TransportError("a graph is being captured: token messages stay outside of graphs")
 
 
-@dataclass
-class _Message:
-    """A buffer of the sender's. ``sources`` are what its packing reads, kept alive until it is packed anew."""
-
-    address: int
-    is_free: CudaPoint | None = None
-    sources: tuple[torch.Tensor, ...] = ()
-
-
 class CopyEngineTokenSender(_CopyEngineHandler):
-    """The last rank's."""
+    """The last rank's. The kernel runs on the compute stream, right behind the sampler: the ring has a slot for every step that
+    may be in flight and one more, so it never waits for a credit."""
 
     def __init__(self, group: PPGroup, compute: CudaStream, links: DeviceLinks) -> None:
         self._senders = links.token_senders
-        num_buffers = self._senders[0].layout.num_slots
-        super().__init__(group, links, self._senders, num_buffers)
-        self._compute = compute
-        self._lane.note_use(compute)
-        self._sent = [_Message(self._buffers + i * self._stride) for i in range(num_buffers)]
+        if len(self._senders) > MAX_TARGETS:
+            raise TransportError(f"token messages go to {MAX_TARGETS} other ranks at most, there are {len(self._senders)}")
+        super().__init__(group, links, [(compute, end) for end in self._senders])
+        self.stream = self._compute = compute
+        # What the kernels under way read, kept alive until as many later ones have been enqueued as the ring has slots.
+        self._sources: deque[tuple[torch.Tensor, ...]] = deque(maxlen=self._messages.layout.num_slots + 1)
 
     def maybe_broadcast_sampled_tokens(
         self, sampler_output: torch.Tensor | HasSampledTokens, num_sampled: torch.Tensor, num_rejected: torch.Tensor
     ) -> CudaPoint:
-        links, compute, stream = self._links, self._compute, self._tokens
+        links, compute = self._links, self._compute
         ids = token_ids_of(sampler_output)
         check_tokens(ids, num_sampled, num_rejected)
         num_reqs, width = ids.shape
-        self._check_step(links.device.driver, num_reqs, width)
-        sources = tuple(tensor.contiguous() for tensor in (ids, num_sampled, num_rejected))
+        self._check_step(compute, num_reqs, width)
+        ids, num_sampled, num_rejected = sources = ids.contiguous(), num_sampled.contiguous(), num_rejected.contiguous()
+        self._sources.append(sources)
+        addresses = ids.data_ptr(), num_sampled.data_ptr(), num_rejected.data_ptr()
         seqs = [sender.claim() for sender in self._senders]
-        message = self._sent[seqs[0] % len(self._sent)]
-        if message.is_free is not None:
-            compute.wait(message.is_free)
-        message.sources = sources
-        header = pack_header(self._messages.header(seqs[0], num_reqs, width))
-        ids_at, sampled_at, rejected_at = (tensor.data_ptr() for tensor in sources)
-        links.kernels.pack_tokens(
-            compute.handle, ids_at, sampled_at, rejected_at, num_reqs, width, message.address, header, links.verdict
+        seq = seqs[0]  # the same on all of them
+        for sender in self._senders:
+            sender.wait_free(compute, seq)
+        header = pack_header(self._messages.header(seq, num_reqs, width))
+        point, progress = compute.record_in_kernel()
+        links.kernels.send_tokens(
+            compute.handle,
+            addresses,
+            num_reqs,
+            width,
+            header,
+            links.verdict,
+            [sender.slot(seq) for sender in self._senders],
+            [sender.full_word(seq) for sender in self._senders],
+            self._senders[0].full_value(seq),
+            progress,
         )
-        stream.wait(compute.record())
-        num_bytes = SLOT_HEADER_BYTES + token_slot_bytes(num_reqs, width)
-        for sender, seq in zip(self._senders, seqs, strict=True):
-            message.is_free = sender.send(stream, seq, message.address, num_bytes)
-        assert message.is_free is not None, "the last rank of a pipeline has others"
         step_id = self._messages.step_id
-        message.is_free.check = lambda: links.check_report(step_id)
-        return message.is_free
+        point.check = lambda: links.check_report(step_id)
+        return point
 
     def maybe_receive_sampled_tokens(self, num_reqs: int, max_sample_len: int = 1) -> None:
         return None
+
+    def close(self) -> None:
+        self._lane.close()
+        self._sources.clear()
 
 
 class CopyEngineTokenReceiver(_CopyEngineHandler):
@@ -115,8 +112,11 @@ class CopyEngineTokenReceiver(_CopyEngineHandler):
     def __init__(self, group: PPGroup, links: DeviceLinks) -> None:
         assert links.token_receiver is not None, "every rank but the last receives tokens"
         self._receiver = links.token_receiver
+        self.stream = self._tokens = links.device.stream(f"tokens-{group.rank}")
+        super().__init__(group, links, [(self._tokens, self._receiver)])
+        self._stride = self._receiver.layout.stride
         self._num_buffers = self._receiver.layout.num_slots + 1
-        super().__init__(group, links, [self._receiver], self._num_buffers)
+        self._buffers = links.device.driver.alloc(self._num_buffers * self._stride)
 
     def maybe_broadcast_sampled_tokens(
         self, sampler_output: torch.Tensor | HasSampledTokens, num_sampled: torch.Tensor, num_rejected: torch.Tensor
@@ -125,7 +125,7 @@ class CopyEngineTokenReceiver(_CopyEngineHandler):
 
     def maybe_receive_sampled_tokens(self, num_reqs: int, max_sample_len: int = 1) -> SampledTokens:
         links, receiver, stream = self._links, self._receiver, self._tokens
-        self._check_step(links.device.driver, num_reqs, max_sample_len)
+        self._check_step(stream, num_reqs, max_sample_len)
         seq = receiver.claim()
         header = pack_header(self._messages.header(seq, num_reqs, max_sample_len))
         address = self._buffers + seq % self._num_buffers * self._stride
@@ -149,3 +149,9 @@ class CopyEngineTokenReceiver(_CopyEngineHandler):
         ready.check = lambda: links.check_report(step_id)
         packed = bytes_at(address, max(token_slot_bytes(num_reqs, max_sample_len), 1), links.torch_device)
         return SampledTokens(unpack_tokens(packed, num_reqs, max_sample_len), ready)
+
+    def close(self) -> None:
+        if not self._lane.is_closed:
+            self._lane.close()
+            self._tokens.close()
+            self._links.device.retire(self._buffers)

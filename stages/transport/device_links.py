@@ -100,15 +100,23 @@ class DeviceSender(_End):
         self.peer_memory = peer_memory
         self._slots = peer_memory + CONTROL_BYTES
 
-    def send(self, stream: CudaStream, seq: int, source: int, num_bytes: int) -> CudaPoint:
-        """Copy a message, header first, into its slot and publish it; waits on ``stream`` for the slot.
+    def wait_free(self, stream: CudaStream, seq: int) -> None:
+        """Have ``stream`` wait until the slot of message ``seq`` may be written."""
+        self._driver.wait_value64(
+            stream.handle, self._word(self.memory, seq), counter_word(self._epoch, seq + 1 - self._num_slots)
+        )
 
-        Returns the Point after which the source may be overwritten.
-        """
-        driver, handle = self._driver, stream.handle
-        driver.wait_value64(handle, self._word(self.memory, seq), counter_word(self._epoch, seq + 1 - self._num_slots))
-        driver.memcpy_async(self.slot(seq), source, num_bytes, handle)
-        return stream.record_with(self._word(self.peer_memory, seq), counter_word(self._epoch, seq + 1))
+    def copy(self, stream: CudaStream, seq: int, source: int, num_bytes: int) -> CudaPoint:
+        """Copy a message, header first, into its slot and publish it; the Point after which the source may be overwritten."""
+        self._driver.memcpy_async(self.slot(seq), source, num_bytes, stream.handle)
+        return stream.record_with(self.full_word(seq), self.full_value(seq))
+
+    def full_word(self, seq: int) -> int:
+        """Address of the word, in the receiver's memory, that tells of message ``seq``."""
+        return self._word(self.peer_memory, seq)
+
+    def full_value(self, seq: int) -> int:
+        return counter_word(self._epoch, seq + 1)
 
     def describe(self, last_word: int) -> str:
         """``last_word`` is the newest of our words."""
@@ -273,7 +281,8 @@ class DeviceLinks:
         for _ in range(end.layout.num_slots):
             seq = end.claim()
             self.device.driver.memset_d32_async(buffer, _pattern(end.link_id, seq), num_bytes // 4, stream.handle)
-            end.send(stream, seq, buffer, num_bytes)
+            end.wait_free(stream, seq)
+            end.copy(stream, seq, buffer, num_bytes)
         return buffer
 
     def _check_patterns(self, end: DeviceReceiver, deadline: float) -> None:

@@ -28,9 +28,10 @@ class TransportConfig:
     """One rank's side of an epoch's transport.
 
     ``name`` is what ``choose_transport`` chose. ``boundary`` lists the intermediate tensors, of up to ``max_rows`` rows a
-    step. ``compute`` is the stream that forwards run on. A host ring sends on a stream (a thread) of its own, unless
-    ``sends_on_compute``: then a forward that finds no free slot waits for one. ``links`` are the rank's links, connected, of
-    the kind that the transport needs, and None without PP; transport and handler take them over.
+    step. ``compute`` is the stream that forwards run on. Sends have streams of their own, unless ``sends_on_compute``: then a
+    forward that finds no free slot waits for one; the copy engine still sends large messages beside the forward. ``links`` are
+    the rank's links, connected, of the kind that the transport needs, and None without PP; transport and handler take them
+    over.
     """
 
     name: str
@@ -63,6 +64,7 @@ def create_pp_transport(config: TransportConfig, persistent: Mapping[str, torch.
             max_rows=config.max_rows,
             compute=_on_gpu(config.compute),
             links=links,
+            sends_on_compute=config.sends_on_compute,
             persistent=persistent,
         )
     for link in (links.from_prev, links.to_next):

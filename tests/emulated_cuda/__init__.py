@@ -42,7 +42,7 @@ def build() -> str:
     library = folder / f"{digest}.so"
     if not library.exists():
         part = library.with_suffix(f".{os.getpid()}")
-        flags = ["-O2", "-Wall", "-Wno-unknown-pragmas", "-shared", "-fPIC", "-pthread", f"-I{KERNELS.parent}"]
+        flags = ["-O2", "-Wall", "-Wno-psabi", "-shared", "-fPIC", "-pthread", f"-I{KERNELS.parent}"]
         done = subprocess.run(["cc", *flags, "-o", part, SOURCE], stderr=subprocess.PIPE, text=True)
         assert done.returncode == 0, done.stderr
         part.rename(library)

@@ -22,7 +22,7 @@ typedef uint64_t CUdeviceptr;
 
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600 };
 enum Kind { RECORD, WAIT_EVENT, WAIT_VALUE, WRITE_VALUE, COPY, SET, HOST_FUNCTION, KERNEL_LAUNCH, CALL, END, NUM_KINDS };
-enum { NUM_DEVICES = 8, MAX_ALLOCATIONS = 4096, MAX_PARAMETERS = 512 };
+enum { NUM_DEVICES = 8, MAX_ALLOCATIONS = 4096, MAX_PARAMETERS = 1024 };
 
 static _Atomic int sticky_error;
 static _Atomic int latency_us[NUM_KINDS];        // fixed
@@ -33,12 +33,6 @@ static _Atomic long num_operations[NUM_KINDS];
 static _Atomic int is_ipc_refused;
 static _Atomic int has_no_peers;
 static _Atomic int has_no_memory_operations;
-
-static int64_t now_ns(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * 1000000000LL + t.tv_nsec;
-}
 
 static void sleep_us(long us) {
     struct timespec t = {us / 1000000, us % 1000000 * 1000};
@@ -336,7 +330,7 @@ CUresult cuEventElapsedTime(float *ms, struct Event *start, struct Event *end) {
         return sticky_error;
     if (start->done < start->target || end->done < end->target)
         return NOT_READY;
-    *ms = (float)((double)(end->done_ns - start->done_ns) * 1e-6);
+    *ms = (float)((double)(int64_t)(end->done_ns - start->done_ns) * 1e-6);
     return SUCCESS;
 }
 
@@ -474,7 +468,7 @@ static void *take(unsigned char **cursor, size_t size) {
     return argument;
 }
 #define TAKE(type) (*(type *)take(&p, sizeof(type)))
-enum { P = 8, U = 4, W = sizeof(struct Words) };
+enum { P = 8, U = 4, W = sizeof(struct Words), G = sizeof(struct Progress), T = sizeof(struct Targets) };
 
 static void run_boundary(unsigned char *p) {
     unsigned *got = TAKE(unsigned *);
@@ -484,17 +478,23 @@ static void run_boundary(unsigned char *p) {
     struct Words outgoing = TAKE(struct Words);
     unsigned has_outgoing = TAKE(unsigned), num_words = TAKE(unsigned);
     unsigned *verdict = TAKE(unsigned *), *report = TAKE(unsigned *);
-    stagewire_boundary(got, expected, has_incoming, out, outgoing, has_outgoing, num_words, verdict, report);
+    struct Progress progress = TAKE(struct Progress);
+    stagewire_boundary(got, expected, has_incoming, out, outgoing, has_outgoing, num_words, verdict, report, progress);
 }
 
-static void run_pack(unsigned char *p) {
+static void run_send(unsigned char *p) {
     long long *ids = TAKE(long long *);
     int *num_sampled = TAKE(int *), *num_rejected = TAKE(int *);
-    unsigned num_reqs = TAKE(unsigned), width = TAKE(unsigned), *out = TAKE(unsigned *);
+    unsigned num_reqs = TAKE(unsigned), width = TAKE(unsigned);
     struct Words outgoing = TAKE(struct Words);
     unsigned num_words = TAKE(unsigned);
     unsigned *verdict = TAKE(unsigned *);
-    stagewire_pack_tokens(ids, num_sampled, num_rejected, num_reqs, width, out, outgoing, num_words, verdict);
+    struct Targets targets = TAKE(struct Targets);
+    unsigned num_targets = TAKE(unsigned);
+    unsigned long long value = TAKE(unsigned long long);
+    struct Progress progress = TAKE(struct Progress);
+    stagewire_send_tokens(ids, num_sampled, num_rejected, num_reqs, width, outgoing, num_words, verdict, targets,
+                          num_targets, value, progress);
 }
 
 static void run_unpack(unsigned char *p) {
@@ -517,8 +517,8 @@ static void run_scatter(unsigned char *p) {
 }
 
 static const struct Kernel kernels[] = {
-    {"stagewire_boundary", 9, (const size_t[]){P, W, U, P, W, U, U, P, P}, run_boundary},
-    {"stagewire_pack_tokens", 9, (const size_t[]){P, P, P, U, U, P, W, U, P}, run_pack},
+    {"stagewire_boundary", 10, (const size_t[]){P, W, U, P, W, U, U, P, P, G}, run_boundary},
+    {"stagewire_send_tokens", 12, (const size_t[]){P, P, P, U, U, W, U, P, T, U, P, G}, run_send},
     {"stagewire_unpack_tokens", 10, (const size_t[]){P, W, U, P, P, U, U, P, P, P}, run_unpack},
     {"stagewire_scatter_tokens", 9, (const size_t[]){P, P, P, U, U, P, P, U, U}, run_scatter},
 };
@@ -578,5 +578,5 @@ long emulated_count(int kind) { return num_operations[kind]; }
 void emulated_reset(void) {
     sticky_error = drop_every = is_ipc_refused = has_no_peers = has_no_memory_operations = 0;
     for (int kind = 0; kind < NUM_KINDS; kind++)
-        latency_us[kind] = random_latency_us[kind] = 0, num_operations[kind] = 0;
+        latency_us[kind] = random_latency_us[kind] = num_operations[kind] = 0;
 }

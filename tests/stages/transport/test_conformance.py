@@ -476,8 +476,8 @@ class StoppedStream(HostStream):
         self.is_awaited = threading.Event()
         self.launch(lambda: void(gate.wait()))
 
-    def record(self) -> HostPoint:
-        point = super().record()
+    def record(self, *, is_told: bool = True) -> HostPoint:
+        point = super().record(is_told=is_told)
         add_done_callback = point.add_done_callback
 
         def spied(fn: Callable[[], None]) -> None:

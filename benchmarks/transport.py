@@ -1,0 +1,206 @@
+"""What a stage boundary costs: ``python -m benchmarks.transport``.
+
+One way: a message goes to and fro, enqueued ahead and driven by the GPUs alone; half of a round trip, in GPU time, with headers
+written, checked and reported. Streaming: messages one after the other. CPU: what ``send`` and ``recv`` take of the caller.
+
+Beside it, in the same run: the raw peer copy with a flag, and the flag alone.
+"""
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pair import Exchange
+from benchmarks.report import environment, percentile, save, show
+from benchmarks.sides import Side, await_idle, on_both_sides
+from stages.transport.ring import SLOT_HEADER_BYTES, counter_word
+
+SIZES = [64, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20]
+HOPS = 40
+ROUNDS = 8
+STREAMED = 48
+
+
+def one_way(sides: list[Side], exchange: Exchange, hops: int, rounds: int) -> dict[str, Any]:
+    """Ours. Each round's hops are enqueued before the first may go."""
+    cpu: list[float] = []
+    gpu: list[float] = []
+    for _ in range(rounds):
+        first = next((side for side in sides if side.rank == 0), None)
+        start = None
+        for hop in range(hops):
+            for side in sides:
+                started = time.perf_counter_ns()
+                if side.rank == 0:
+                    if hop == 0:
+                        gate = _close_gate(side)
+                        start = side.compute.record()
+                    side.send(side.step_id + hop)
+                    received = side.receive(side.step_id + hop)
+                    received.release(side.compute)
+                else:
+                    received = side.receive(side.step_id + hop)
+                    received.release(side.compute)
+                    side.send(side.step_id + hop)
+                cpu.append((time.perf_counter_ns() - started) / 1e3)
+        for side in sides:
+            side.step_id += hops
+        exchange("enqueued")
+        if first is not None and start is not None:
+            end = first.compute.record()
+            _open_gate(first, gate)
+            await_idle(first.device, first.compute)
+            gpu.append(first.driver.elapsed_ms(start.event, end.event) * 1e3 / (2 * hops))
+        for side in sides:
+            await_idle(side.device, side.compute)
+        exchange("finished")
+    return {"gpu": gpu, "cpu": cpu}
+
+
+def raw_one_way(sides: list[Side], exchange: Exchange, hops: int, rounds: int, num_bytes: int) -> dict[str, Any]:
+    """The floor: on one stream a side, wait for a flag, copy, write the other's flag. ``num_bytes`` 0: the flag alone."""
+    gpu: list[float] = []
+    buffers = {side.rank: side.driver.alloc(max(num_bytes, 256)) for side in sides}
+    for _ in range(rounds):
+        start = None
+        for side in sides:
+            side.raw_seq = getattr(side, "raw_seq", 1 << 20)
+        for hop in range(hops):
+            for side in sides:
+                sender = side.links[side.sending].to_next
+                receiver = side.links[1 - side.sending].from_prev
+                assert sender is not None
+                assert receiver is not None
+                handle, seq = side.compute.handle, side.raw_seq + hop
+                if side.rank == 0 and hop == 0:
+                    gate = _close_gate(side)
+                    start = side.compute.record()
+                if side.rank == 1:
+                    side.driver.wait_value64(handle, receiver.memory, counter_word(1, seq + 1))
+                if num_bytes:
+                    side.driver.memcpy_async(sender.slot(0), buffers[side.rank], num_bytes, handle)
+                side.driver.write_value64(handle, sender.peer_memory, counter_word(1, seq + 1))
+                if side.rank == 0:
+                    side.driver.wait_value64(handle, receiver.memory, counter_word(1, seq + 1))
+        exchange("enqueued")
+        for side in sides:
+            side.raw_seq += hops
+            if side.rank == 0 and start is not None:
+                end = side.compute.record()
+                _open_gate(side, gate)
+                await_idle(side.device, side.compute)
+                gpu.append(side.driver.elapsed_ms(start.event, end.event) * 1e3 / (2 * hops))
+        for side in sides:
+            await_idle(side.device, side.compute)
+        exchange("finished")
+    for side in sides:
+        side.driver.free(buffers[side.rank])
+    return {"gpu": gpu}
+
+
+def streaming(sides: list[Side], exchange: Exchange, count: int, rounds: int) -> dict[str, Any]:
+    """Messages from rank 0 to rank 1, GB/s seen by the receiver."""
+    rates: list[float] = []
+    for _ in range(rounds):
+        points: list[Any] = []
+        gates = [_close_gate(side) for side in sides if side.rank == 0]
+        for i in range(count):
+            for side in sides:
+                if side.rank == 0:
+                    side.send(side.step_id + i)
+                else:
+                    received = side.receive(side.step_id + i)
+                    points.append(received.ready)
+                    received.release(side.compute)
+        exchange("enqueued")
+        for side in sides:
+            side.step_id += count
+            if side.rank == 0:
+                _open_gate(side, gates[0])
+        for side in sides:
+            await_idle(side.device, side.compute)
+            if side.rank == 1:
+                ms = side.driver.elapsed_ms(points[0].event, points[-1].event)
+                rates.append(side.num_rows * 64 * (count - 1) / ms / 1e6)
+        exchange("finished")
+    return {"rate": rates}
+
+
+def raw_streaming(sides: list[Side], exchange: Exchange, count: int, rounds: int) -> dict[str, Any]:
+    """Copies on one stream with nothing between them."""
+    rates: list[float] = []
+    for side in sides:
+        sender = side.links[side.sending].to_next
+        if side.rank == 0 and sender is not None:
+            num_bytes = side.num_rows * 64
+            source = side.driver.alloc(num_bytes + SLOT_HEADER_BYTES)
+            for _ in range(rounds):
+                gate = _close_gate(side)
+                start = side.compute.record()
+                for i in range(count):
+                    side.driver.memcpy_async(sender.slot(i), source, num_bytes, side.compute.handle)
+                end = side.compute.record()
+                _open_gate(side, gate)
+                await_idle(side.device, side.compute)
+                rates.append(num_bytes * count / side.driver.elapsed_ms(start.event, end.event) / 1e6)
+            side.driver.free(source)
+    exchange("finished")
+    return {"rate": rates}
+
+
+def _close_gate(side: Side) -> int:
+    gate = side.driver.alloc_host(64)
+    side.driver.wait_value64(side.compute.handle, gate, 1)
+    import ctypes
+
+    ctypes.c_uint64.from_address(gate).value = 0
+    return gate
+
+
+def _open_gate(side: Side, gate: int) -> None:
+    import ctypes
+
+    ctypes.c_uint64.from_address(gate).value = 1
+
+
+def _merged(results: list[dict[str, Any]], key: str) -> list[float]:
+    return [value for result in results for value in result.get(key, [])]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--sizes", type=int, nargs="*", default=SIZES)
+    args = parser.parse_args()
+    print(environment())
+    rows = []
+    for size in args.sizes:
+        hops = HOPS if size <= 16 << 20 else 10
+        ours = on_both_sides(one_way, hops, ROUNDS, num_bytes=size)
+        raw = on_both_sides(raw_one_way, hops, ROUNDS, size, num_bytes=size)
+        flag = on_both_sides(raw_one_way, hops, ROUNDS, 0, num_bytes=size)
+        streamed = on_both_sides(streaming, STREAMED if size <= 16 << 20 else 12, ROUNDS, num_bytes=size)
+        bare = on_both_sides(raw_streaming, STREAMED if size <= 16 << 20 else 12, ROUNDS, num_bytes=size)
+        one, floor = percentile(_merged(ours, "gpu")[1:], 0.5), percentile(_merged(raw, "gpu")[1:], 0.5)
+        rate, bare_rate = percentile(_merged(streamed, "rate")[1:], 0.5), percentile(_merged(bare, "rate")[1:], 0.5)
+        rows.append(
+            {
+                "bytes": size,
+                "one way us": one,
+                "raw copy + flag us": floor,
+                "ratio": one / floor,
+                "flag us": percentile(_merged(flag, "gpu")[1:], 0.5),
+                "streaming GB/s": rate,
+                "raw copies GB/s": bare_rate,
+                "share": rate / bare_rate,
+                "CPU send+recv us p50": percentile(_merged(ours, "cpu"), 0.5),
+                "p99": percentile(_merged(ours, "cpu"), 0.99),
+            }
+        )
+    show("A stage boundary", rows)
+    save(args.json, "transport", rows)
+
+
+if __name__ == "__main__":
+    main()
