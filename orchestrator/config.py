@@ -91,6 +91,12 @@ def _optional(rule: Rule) -> Rule:
 _SECONDS = Rule(text="a number of seconds above 0 and at most 86400", accepts=lambda value: 0 < value <= 86400)
 _TEXT = Rule(text="non-empty printable text", accepts=lambda value: bool(value) and value.isprintable())
 _BYTES = Rule(text="a number of bytes above 0, such as 1073741824, 512M or 2G", accepts=lambda value: value > 0)
+_DEVICE = Rule(
+    text="auto, cpu, cuda, or a list with a device for each rank such as cuda:0,cuda:1",
+    accepts=lambda value: (
+        value in ("auto", "cuda") or all(re.fullmatch(r"cpu|cuda:[0-9]{1,3}", name.strip()) for name in value.split(","))
+    ),
+)
 _SPLIT = Rule(
     text="layer counts of at least 1 with commas between, such as 16,14",
     accepts=lambda value: len(value) > 0 and min(value) >= 1,
@@ -157,7 +163,20 @@ class PipelineOptions:
         "auto",
         "what carries hidden states between stages; auto takes the best one that every rank can do",
         str,
-        _one_of("auto", "memory", "shared_memory"),
+        _one_of("auto", "copy_engine", "shared_memory", "memory"),
+    )
+    device: str = _option(
+        "auto",
+        "where ranks compute: auto (GPUs if there is one for each rank, else the CPU), cpu, cuda, or a list such as "
+        "cuda:0,cuda:1 with a device for each rank",
+        str.lower,
+        _DEVICE,
+    )
+    spin_us: int = _option(
+        200,
+        "how long the loop of a rank on a GPU looks for its progress before it sleeps, in microseconds",
+        _parse_whole,
+        _between(0, 10_000_000),
     )
     ring_slots: int = _option(3, "receive buffers of each stage boundary", _parse_whole, _between(1, 64))
     threads_per_rank: int | None = _option(
@@ -217,6 +236,12 @@ class ProcessOptions:
     """Process"""
 
     shutdown_timeout: float = _option(30.0, "seconds that open requests get to finish after SIGTERM", float, _SECONDS)
+    step_timeout: float = _option(
+        10.0,
+        "seconds in which some rank must make progress while a step is under way; then one is taken for lost",
+        float,
+        _SECONDS,
+    )
     start_timeout: float = _option(300.0, "seconds in which every rank must be ready", float, _SECONDS)
     log_level: str = _option("info", "least severe messages to log", str.lower, _one_of("debug", "info", "warning", "error"))
 

@@ -7,13 +7,14 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
+from typing import cast
 
 from orchestrator.control import Channel, ChannelClosed
 from orchestrator.pipeline import Pipeline, failure
 from orchestrator.request import EngineState, NotReady, Request, SamplingParams, ServedModel, TokenChunk
 from orchestrator.scheduler import Scheduler
-from stages.errors import ControlError, RankLost, StageFailed, StagewireError
-from stages.plan import Drain, RankFailed, StepDone, StepPlan, StepResult, encode, plan_hash
+from stages.errors import ControlError, RankLost, StageFailed, StagewireError, one_line
+from stages.plan import Drain, Drained, EndEpoch, RankFailed, StepDone, StepPlan, StepResult, encode, plan_hash
 
 
 class Engine:
@@ -22,8 +23,12 @@ class Engine:
     ``open`` once, then ``serve_ranks`` for as long as it lives; ``generate`` while ``state`` is READY.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, step_timeout_seconds: float = 10.0) -> None:
+        """``step_timeout_seconds``: how long no rank may make progress while a step is under way."""
         self.state = EngineState.STARTING
+        self._step_timeout_seconds = step_timeout_seconds
+        self._progress_at = 0.0  # of any rank, in the loop's time
+        self._epoch = 0
         self.served_model: ServedModel | None = None
         self._scheduler: Scheduler | None = None
         self._channels: Sequence[Channel] = ()
@@ -60,6 +65,7 @@ class Engine:
     def open(self, pipeline: Pipeline, scheduler: Scheduler, model: ServedModel) -> None:
         """Take over a linked pipeline. ``serve_ranks`` must run from now on."""
         self._channels = pipeline.channels
+        self._epoch = pipeline.epoch
         self.stage_seconds = [0.0] * len(pipeline.channels)
         self._scheduler = scheduler
         self.served_model = model
@@ -67,17 +73,39 @@ class Engine:
     async def serve_ranks(self) -> None:
         """Listen to every rank until all have been sent home and are gone.
 
-        A lost rank ends it too: every request fails, and ``StageFailed`` is raised.
+        A lost rank ends it too: the epoch is closed, every request fails, and ``StageFailed`` is raised.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                for rank, channel in enumerate(self._channels):
-                    tasks.create_task(self._listen(rank, channel), name=f"listen to rank {rank}")
+                watching = tasks.create_task(self._watch_progress(), name="watch progress")
+                async with asyncio.TaskGroup() as listening:
+                    for rank, channel in enumerate(self._channels):
+                        listening.create_task(self._listen(rank, channel), name=f"listen to rank {rank}")
+                watching.cancel()
         except BaseExceptionGroup as group:
-            cause = group.exceptions[0]
-            self.state = EngineState.FAILED
+            cause = _first_cause(group)
+            self.state = EngineState.FAILED  # from here on no result is taken
+            self._close_epoch(cause)
             self._fail_all(cause if isinstance(cause, StagewireError) else StageFailed(-1, "the engine failed"))
             raise cause from None
+
+    async def _watch_progress(self) -> None:
+        """Declare a rank lost that holds everybody up."""
+        loop, timeout = asyncio.get_running_loop(), self._step_timeout_seconds
+        while True:
+            await asyncio.sleep(timeout / 8)
+            # What the first steps take is up to --start-timeout: they load what later ones find.
+            if self.state is EngineState.STARTING or not self._unfinished or loop.time() - self._progress_at < timeout:
+                continue
+            step_id = min(self._unfinished)
+            rank = min(self._unfinished[step_id][1])
+            raise StageFailed(rank, f"no progress on step {step_id} for {timeout:g} s (--step-timeout)")
+
+    def _close_epoch(self, cause: BaseException) -> None:
+        """Have every rank that is left break its waits and let go of its links."""
+        for channel in self._channels:
+            with suppress(ControlError):  # that one is gone
+                channel.send(EndEpoch(self._epoch, one_line(cause)))
 
     async def probe(self) -> None:
         """Send one short request through every boundary and back; the pipeline works when this returns."""
@@ -163,6 +191,8 @@ class Engine:
             if plan is None:
                 break
             payload = encode(plan)
+            if not self._unfinished:
+                self._progress_at = asyncio.get_running_loop().time()
             self._unfinished[plan.step_id] = (plan_hash(payload), set(range(len(self._channels))))
             for channel in self._channels:
                 self._send(channel, payload)
@@ -188,10 +218,13 @@ class Engine:
                     self._take_done(message)
                 case RankFailed():
                     raise failure(message)
+                case Drained():
+                    pass
                 case _:
                     raise ControlError(f"rank {rank} sent an unexpected {type(message).__name__}")
 
     def _take_result(self, result: StepResult) -> None:
+        self._progress_at = asyncio.get_running_loop().time()
         chunks = self.scheduler.update(result)
         self._pump()  # first: the ranks wait for the plan, and tokens may be read while they compute
         for request, chunk in chunks:
@@ -199,6 +232,7 @@ class Engine:
                 stream.put_nowait(chunk)
 
     def _take_done(self, done: StepDone) -> None:
+        self._progress_at = asyncio.get_running_loop().time()
         if done.error:
             raise StageFailed(done.rank, done.error)
         expected_hash, missing = self._unfinished[done.step_id]
@@ -212,3 +246,8 @@ class Engine:
         if not missing:
             del self._unfinished[done.step_id]
             self._pump()
+
+
+def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    first: BaseException = group.exceptions[0]
+    return _first_cause(cast("BaseExceptionGroup[BaseException]", first)) if isinstance(first, BaseExceptionGroup) else first

@@ -257,6 +257,9 @@ def rank_environment(base: Mapping[str, str], num_threads: int) -> dict[str, str
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_VERBOSITY": "error",
         "TOKENIZERS_PARALLELISM": "false",
+        # A module that is loaded while a stream waits for a peer can stop the rank, and so can streams that share a queue.
+        "CUDA_MODULE_LOADING": base.get("CUDA_MODULE_LOADING", "EAGER"),
+        "CUDA_DEVICE_MAX_CONNECTIONS": base.get("CUDA_DEVICE_MAX_CONNECTIONS", "32"),
     }
 
 

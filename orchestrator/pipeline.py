@@ -12,8 +12,30 @@ from typing import TypeVar
 import msgspec
 
 from orchestrator.control import Channel, ChannelClosed, check_hello
-from stages.errors import ConfigError, ControlError, RankLost, StageFailed, StagewireError, TransportUnavailable
-from stages.plan import Epoch, Hello, Limits, Linked, LinkFailed, Message, Offer, RankFailed, Setup
+from stages.errors import (
+    ConfigError,
+    ControlError,
+    CopyEngineUnavailable,
+    RankLost,
+    StageFailed,
+    StagewireError,
+    TransportUnavailable,
+)
+from stages.plan import (
+    Drained,
+    EndEpoch,
+    Epoch,
+    Exported,
+    Hello,
+    Limits,
+    Linked,
+    LinkFailed,
+    Message,
+    Offer,
+    Peers,
+    RankFailed,
+    Setup,
+)
 from stages.transport.choice import choose_transport
 from stages.transport.links import create_links_for, link_sizes
 
@@ -67,12 +89,18 @@ async def assemble(channels: Mapping[int, Channel], setups: Sequence[Setup], con
     limits = agree_limits(offers, config)
     epoch = 0
     while True:
-        transport, reason = choose_transport(offers, config.wanted_transport)
+        try:
+            transport, reason = choose_transport(offers, config.wanted_transport)
+        except TransportUnavailable:
+            # Every rank finds the same, and says so in its log.
+            await _link(ordered, offers, epoch, "", config, limits, deadline)
+            raise
         failed = await _link(ordered, offers, epoch, transport, config, limits, deadline)
         if not failed:
             return Pipeline(ordered, offers, limits, transport, reason, epoch)
         if config.wanted_transport != "auto":
-            raise TransportUnavailable(f"--pp-transport {transport}: rank {failed[0].rank} cannot: {failed[0].reason}")
+            unavailable = CopyEngineUnavailable if transport == "copy_engine" else TransportUnavailable
+            raise unavailable(f"--pp-transport {transport}: rank {failed[0].rank} cannot: {failed[0].reason}")
         offers = strike(offers, failed)
         epoch += 1
 
@@ -172,7 +200,7 @@ async def _link(
     limits: Limits,
     deadline: float,
 ) -> list[LinkFailed]:
-    """Send one Epoch to every rank; returns the ranks that could not link."""
+    """Send one Epoch to every rank; returns the ranks that could not link, and then every rank has let go of the epoch."""
     fds_of: list[list[int]] = [[] for _ in offers]
     if transport == "shared_memory":
         fds_of = create_links_for(len(offers), link_sizes(offers[0].boundary, limits), epoch)
@@ -182,8 +210,21 @@ async def _link(
     finally:
         for fd in (fd for fds in fds_of for fd in fds):
             os.close(fd)
-    answers = await _each(channels, deadline, config.start_timeout_seconds, Linked, LinkFailed)
-    return [answer for answer in answers if isinstance(answer, LinkFailed)]
+    seconds = config.start_timeout_seconds
+    answers = await _each(channels, deadline, seconds, Exported, Linked, LinkFailed)
+    failed = [answer for answer in answers if isinstance(answer, LinkFailed)]
+    exported = [answer.data for answer in answers if isinstance(answer, Exported)]
+    if exported and not failed:
+        for channel in channels:
+            channel.send(Peers(epoch, exported))
+        failed = [
+            answer for answer in await _each(channels, deadline, seconds, Linked, LinkFailed) if isinstance(answer, LinkFailed)
+        ]
+    if failed:
+        for channel in channels:
+            channel.send(EndEpoch(epoch, failed[0].reason))
+        await _each(channels, deadline, seconds, Drained)
+    return failed
 
 
 async def _each(channels: Sequence[Channel], deadline: float, seconds: float, *kinds: type[M]) -> list[M]:

@@ -14,7 +14,21 @@ from orchestrator.control import Channel, ChannelClosed
 from orchestrator.waiting import Waker
 from stages.device import Point
 from stages.errors import ControlError, PeerLost, StagewireError, one_line
-from stages.plan import Drain, EndEpoch, Epoch, Linked, LinkFailed, StepDone, StepPlan, StepResult, encode, plan_hash
+from stages.plan import (
+    Drain,
+    Drained,
+    EndEpoch,
+    Epoch,
+    Exported,
+    Linked,
+    LinkFailed,
+    Peers,
+    StepDone,
+    StepPlan,
+    StepResult,
+    encode,
+    plan_hash,
+)
 
 log = logging.getLogger(__name__)
 
@@ -46,30 +60,37 @@ class Stage(Protocol):
     def close(self) -> None: ...
 
 
-class OpenedStage(Protocol):
-    """A stage with its links built, and why this transport was chosen."""
+class PendingStage(Protocol):
+    """A stage whose links may still have to be connected, and why its transport was chosen.
 
-    @property
-    def stage(self) -> Stage: ...
+    ``exports``: what the other ranks need for that; None when ``connect`` needs nothing of theirs.
+    """
+
     @property
     def transport(self) -> str: ...
     @property
     def reason(self) -> str: ...
+    @property
+    def exports(self) -> bytes | None: ...
+    def connect(self, exports: Sequence[bytes]) -> Stage: ...
+    def close(self) -> None: ...
 
 
-OpenStage = Callable[[Epoch, list[int]], OpenedStage]
-"""Builds the stage of an epoch from its message and the file descriptors that came with it, which it takes over."""
+OpenStage = Callable[[Epoch, list[int]], PendingStage]
+"""Begins the stage of an epoch from its message and the file descriptors that came with it, which it takes over."""
 
 
 class RankWorker:
     """Serves one rank until the engine drains it or its channel closes."""
 
-    def __init__(self, rank: int, channel: Channel, open_stage: OpenStage, recorder: Recorder) -> None:
+    def __init__(self, rank: int, channel: Channel, open_stage: OpenStage, recorder: Recorder, spin_us: int = 0) -> None:
         self._rank = rank
         self._channel = channel
         self._open_stage = open_stage
         self._recorder = recorder
-        self._waker = Waker(asyncio.get_running_loop())
+        self._waker = Waker(asyncio.get_running_loop(), spin_us)
+        self._epoch = -1
+        self._pending: PendingStage | None = None  # between Exported and Peers
         self._stage: Stage | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._logged: Exception | None = None
@@ -98,24 +119,51 @@ class RankWorker:
                     self._start_step(message)
                 case Epoch():
                     self._begin_epoch(message)
+                case Peers():
+                    self._connect(message.exports)
                 case EndEpoch():
                     self._end_epoch(PeerLost(f"epoch {message.epoch} ended: {message.cause}"))
+                    self._channel.send(Drained(message.epoch, self._rank))
                 case Drain():
                     return
                 case _:
                     raise ControlError(f"rank {self._rank}: the engine sent an unexpected {type(message).__name__}")
 
     def _begin_epoch(self, epoch: Epoch) -> None:
+        self._epoch = epoch.epoch
         fds = self._channel.take_fds(epoch.num_fds)
         try:
-            opened = self._open_stage(epoch, fds)
+            pending = self._open_stage(epoch, fds)
         except StagewireError as exc:
-            self._channel.send(LinkFailed(epoch.epoch, self._rank, epoch.wanted_transport, one_line(exc)))
+            self._report_link_failure(epoch.wanted_transport, exc)
             return
-        self._stage = opened.stage
-        self._channel.send(Linked(epoch.epoch, self._rank, opened.transport, opened.reason))
+        self._pending = pending
+        if pending.exports is None:
+            self._connect([])
+        else:
+            self._channel.send(Exported(epoch.epoch, self._rank, pending.exports))
+
+    def _connect(self, exports: Sequence[bytes]) -> None:
+        """Connect the links and prove them. Blocks: there is nothing else to do, and nothing is served yet."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return  # the epoch has ended meanwhile
+        try:
+            self._stage = pending.connect(exports)
+        except StagewireError as exc:
+            self._report_link_failure(pending.transport, exc)
+            return
+        log.info("rank %d: transport %s: %s", self._rank, pending.transport, pending.reason)
+        self._channel.send(Linked(self._epoch, self._rank, pending.transport, pending.reason))
+
+    def _report_link_failure(self, transport: str, cause: StagewireError) -> None:
+        log.warning("rank %d: transport %s: %s", self._rank, transport, one_line(cause))
+        self._channel.send(LinkFailed(self._epoch, self._rank, transport, one_line(cause)))
 
     def _end_epoch(self, cause: BaseException) -> None:
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.close()
         if self._stage is not None:
             stage, self._stage = self._stage, None
             stage.poison(cause)

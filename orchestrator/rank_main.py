@@ -72,7 +72,7 @@ async def serve_rank(rank: int, channel: Channel, hub: MemoryHub | None, load: L
     gc.collect()
     gc.freeze()
     channel.send(Hello(PROTOCOL_VERSION, __version__, rank, setup.world_size, offer))
-    await RankWorker(rank, channel, assembly.open, recorder).run()
+    await RankWorker(rank, channel, assembly.open, recorder, setup.spin_us).run()
 
 
 async def _report(channels: dict[int, SocketChannel], cause: BaseException) -> int:

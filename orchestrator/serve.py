@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 from metrics.catalog import Metrics
 from orchestrator.api.app import create_app
 from orchestrator.config import ServeConfig
+from orchestrator.devices import CPU, check_devices, choose_devices, gpus_found
 from orchestrator.engine import Engine
 from orchestrator.launch import Launcher, rank_environment, run_child
 from orchestrator.pipeline import Pipeline, PipelineConfig, assemble, describe
@@ -92,7 +93,7 @@ class _Worker:
         self._source = source
         self._sock = sock
         self._started_at = started_at
-        self._engine = Engine()
+        self._engine = Engine(config.step_timeout)
         self._tokenizer: Tokenizer | None = None
         self._launcher = Launcher()
         self._is_stopping = asyncio.Event()  # the first SIGTERM or SIGINT
@@ -215,6 +216,9 @@ class _Worker:
         config = self._config
         num_ranks = config.pipeline_parallel_size
         num_threads = config.num_threads(num_ranks)
+        devices, reason = choose_devices(config.device, num_ranks, gpus_found())
+        log.info("devices %s: %s", ", ".join(devices), reason)
+        check_devices(config, devices)
         ranks = list(range(num_ranks))
         groups = [ranks] if config.pp_transport == "memory" else [[rank] for rank in ranks]
         argv = [sys.executable, "-m", "orchestrator.rank_main", "--log-level", config.log_level]
@@ -230,12 +234,15 @@ class _Worker:
                 dtype=config.dtype,
                 layer_split=list(config.layer_split or ()),
                 num_threads=num_threads,
-                cpus=config.cpus_of(rank, num_ranks) if len(groups) == num_ranks else [],
+                cpus=config.cpus_of(rank, num_ranks) if len(groups) == num_ranks and devices[rank] == CPU else [],
                 ranks_on_host=num_ranks,
                 block_size=config.block_size,
                 kv_cache_bytes=config.kv_cache_memory_bytes or 0,
                 max_num_seqs=config.max_num_seqs,
                 max_model_len=max_model_len,
+                device=devices[rank],
+                ranks_on_device=devices.count(devices[rank]),
+                spin_us=config.spin_us,
             )
             for rank in ranks
         ]

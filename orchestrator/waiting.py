@@ -8,6 +8,7 @@ looks for device errors, after which no host function is called any more. When n
 
 import asyncio
 import ctypes
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,7 +19,10 @@ import uvloop
 from stages.device import Point, Poller
 from stages.errors import DeadlinePassed
 
+log = logging.getLogger(__name__)
+
 CHECK_SECONDS = 0.02
+LOOKS_PER_TURN = 8  # a look costs a third of a microsecond, a turn of the loop more than one
 PARKED_POLL_SECONDS = 0.001  # on a loop that no host function can wake
 
 WakeMode = Literal["spin", "park", "timer"]
@@ -49,24 +53,31 @@ class Waker:
         """Return once ``point`` is reached; raises its stream's error, or ``DeadlinePassed``.
 
         Cancelling this await, or its deadline, changes nothing for the stream: the buffers stay owned by it until the Point is
-        reached.
+        reached. Nothing of the await is left with the Point.
         """
         if point.is_reached():
             return
         future: asyncio.Future[None] = self._loop.create_future()
-        if point.poller is None:
-            point.add_done_callback(lambda: self._settle(future, point))
-        else:
-            point.add_done_callback(lambda: self._find(future, point))
-            self._look_at(point.poller)
-        if deadline_seconds is None:
-            await future
-            return
+        poller = point.poller
+        settle = self._settle if poller is None else self._find
+
+        def done() -> None:
+            settle(future, point)
+
+        point.add_done_callback(done)
+        if poller is not None and not future.done():
+            self._look_at(poller)
+        deadline = None
+        if deadline_seconds is not None:
+            deadline = self._loop.call_later(deadline_seconds, _give_up, future, point, deadline_seconds)
         try:
-            async with asyncio.timeout(deadline_seconds):
-                await future
-        except TimeoutError:
-            raise DeadlinePassed(f"stream {point.stream_name}: not reached within {deadline_seconds:g} s") from None
+            await future
+        except BaseException:
+            point.remove_done_callback(done)
+            raise
+        finally:
+            if deadline is not None:
+                deadline.cancel()
 
     def close(self) -> None:
         """Points reached from now on wake nobody; whoever still awaits one must be cancelled."""
@@ -112,11 +123,15 @@ class Waker:
             self._loop.call_soon(self._turn)
 
     def _turn(self) -> None:
-        """One look; the loop does whatever else it has to do before the next."""
+        """A few looks; the loop does whatever else it has to do before the next."""
         self._mode = "spin"
-        if not self._poll():
-            self._is_spinning = False
-            return
+        found = self.wakes["spin"]
+        for _ in range(LOOKS_PER_TURN):
+            if not self._poll():
+                self._is_spinning = False
+                return
+            if self.wakes["spin"] != found:
+                break
         now_ns = time.perf_counter_ns()
         if self._spins_until_ns == 0:
             self._spins_until_ns = now_ns + self._spin_ns
@@ -128,24 +143,31 @@ class Waker:
 
     def _park(self) -> None:
         if self._bell is None:
-            self._bell = _UvBell(self._loop, self._woken) if isinstance(self._loop, uvloop.Loop) else _TimerBell(self._woken)
+            self._bell = _make_bell(self._loop, self._woken)
         self._bell.arm(self._pollers)
 
     def _woken(self) -> None:
-        self._mode = "park"
-        if not self._is_closed and not self._is_spinning and self._poll():
-            self._spin()
+        if not self._is_spinning and not self._is_closed:
+            self._look_once("park")
 
     def _check(self) -> None:
         """The safety net: device errors, and host functions that were never called."""
         self._timer = None
         for poller in self._pollers:
             poller.check()
-        self._mode = "timer"
-        if self._poll():
+        if self._is_spinning or self._look_once("timer"):
             self._timer = self._loop.call_later(CHECK_SECONDS, self._check)
-            if not self._is_spinning:
-                self._park()
+
+    def _look_once(self, mode: WakeMode) -> bool:
+        """Of a parked loop: spin where there was progress, else sleep on. Whether a Point is still awaited."""
+        self._mode = mode
+        found = self.wakes[mode]
+        is_pending = self._poll()
+        if is_pending and self.wakes[mode] != found:
+            self._spin()
+        elif is_pending:
+            self._park()
+        return is_pending
 
     def _poll(self) -> bool:
         """Whether a Point is still awaited."""
@@ -165,6 +187,11 @@ def _resolve(future: asyncio.Future[None], point: Point) -> None:
         future.set_result(None)
 
 
+def _give_up(future: asyncio.Future[None], point: Point, deadline_seconds: float) -> None:
+    if not future.done():
+        future.set_exception(DeadlinePassed(f"stream {point.stream_name}: not reached within {deadline_seconds:g} s"))
+
+
 class _Bell:
     """How a parked loop is woken."""
 
@@ -176,13 +203,14 @@ class _Bell:
 
 
 class _TimerBell(_Bell):
-    def __init__(self, ring: Callable[[], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, ring: Callable[[], None]) -> None:
+        self._loop = loop
         self._wake = ring
         self._timer: asyncio.TimerHandle | None = None
 
     def arm(self, pollers: list[Poller]) -> None:
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(PARKED_POLL_SECONDS, self._ring)
+            self._timer = self._loop.call_later(PARKED_POLL_SECONDS, self._ring)
 
     def close(self) -> None:
         if self._timer is not None:
@@ -195,42 +223,57 @@ class _TimerBell(_Bell):
 
 _UV_ASYNC = 1  # of libuv's uv_handle_type
 _UvCallback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_immortal: list[object] = []  # a host function may still be under way when its Waker is closed: a handle each, never freed
+# The memory of a handle for each Waker that ever parked. A host function may still be under way when its Waker, even its loop,
+# is gone: to a closed handle libuv's uv_async_send does nothing, but it reads it. So it is never freed.
+_handles: list[object] = []
+_open_bells: set["_UvBell"] = set()  # libuv may call them until they are closed
 
 
 class _UvBell(_Bell):
-    """A ``uv_async_t`` on uvloop's libuv loop, whose extension exports libuv's functions."""
+    """A ``uv_async_t`` on uvloop's libuv loop, whose extension exports libuv's functions; AttributeError where it does not."""
 
     def __init__(self, loop: uvloop.Loop, ring: Callable[[], None]) -> None:
-        self._uv = ctypes.CDLL(uvloop.loop.__file__)
-        for name in ("uv_async_init", "uv_close"):
-            getattr(self._uv, name).argtypes = [ctypes.c_void_p] * (3 if name == "uv_async_init" else 2)
-        self._uv.uv_handle_size.restype = ctypes.c_size_t
-        self._send = ctypes.cast(self._uv.uv_async_send, ctypes.c_void_p).value or 0
+        uv = ctypes.CDLL(uvloop.loop.__file__)
+        uv.uv_handle_size.restype = ctypes.c_size_t
+        uv.uv_async_init.argtypes = [ctypes.c_void_p] * 3
+        uv.uv_close.argtypes = [ctypes.c_void_p] * 2
+        uv.uv_unref.argtypes, uv.uv_unref.restype = [ctypes.c_void_p], None
+        self._uv_close = uv.uv_close
+        self._send = ctypes.cast(uv.uv_async_send, ctypes.c_void_p).value or 0
         self._loop = loop
         self._ring = ring
-        callback = _UvCallback(self._called)
-        memory = ctypes.create_string_buffer(self._uv.uv_handle_size(_UV_ASYNC))
-        _immortal.append((memory, callback))
+        self._callback = _UvCallback(self._called)
+        memory = ctypes.create_string_buffer(uv.uv_handle_size(_UV_ASYNC))
         self._handle = ctypes.addressof(memory)
         pointer = ctypes.pythonapi.PyCapsule_GetPointer
         pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
         uv_loop = pointer(getattr(uvloop.loop, "libuv_get_loop_t_ptr")(loop), None)  # noqa: B009  not in its type stubs
-        if self._uv.uv_async_init(uv_loop, self._handle, callback):
+        if uv.uv_async_init(uv_loop, self._handle, self._callback):
             raise RuntimeError("uv_async_init failed")
-        self._is_closed = False
+        uv.uv_unref(self._handle)  # else a loop whose Waker was never closed could not end
+        _handles.append(memory)
+        _open_bells.add(self)
 
     def arm(self, pollers: list[Poller]) -> None:
         for poller in pollers:
             poller.arm(self._send, self._handle)
 
     def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._uv.uv_close(self._handle, None)
+        if self in _open_bells:
+            _open_bells.remove(self)
+            self._uv_close(self._handle, None)
 
     def _called(self, _handle: int) -> None:
         try:
             self._ring()
         except BaseException as exc:  # noqa: BLE001  nothing may be raised into libuv
             self._loop.call_exception_handler({"message": "a wake-up failed", "exception": exc})
+
+
+def _make_bell(loop: asyncio.AbstractEventLoop, ring: Callable[[], None]) -> _Bell:
+    if isinstance(loop, uvloop.Loop):
+        try:
+            return _UvBell(loop, ring)
+        except AttributeError as exc:
+            log.warning("uvloop %s hides libuv (%s): a parked loop looks every ms", uvloop.__version__, exc)
+    return _TimerBell(loop, ring)

@@ -10,12 +10,14 @@ All of this belongs to the one thread that enqueues: a rank with a GPU has no ot
 
 import ctypes
 import time
-from bisect import insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 
+from stages.clock import HostClock
 from stages.device import DoneCallback, Point, Poller, Stream
-from stages.driver import NOT_READY, Driver, MemoryOp, memory_ops
+from stages.driver import Driver, MemoryOp, memory_ops
 from stages.errors import CudaError
 from stages.kernels import Progress
 
@@ -23,9 +25,8 @@ _MAX_STREAMS = 64
 _NUM_STAMPS = 255  # of a stream, used in turn: far more points than a stream can have in flight
 _AREA_BYTES = 8 * (1 + _NUM_STAMPS)  # of a stream in pinned memory: its word, then its stamps
 _CLOSE_POLL_SECONDS = 0.0002
-_ANCHOR_SECONDS = 0.25  # how long one anchor of the clock serves: an elapsed time is a float32 of milliseconds
-_MAX_ANCHOR_SECONDS = 2.0
-_MAX_DRIFT = 1e-4  # of the device's clock against the host's
+_ANCHOR_NS = 250_000_000  # how long one event serves to count from: an elapsed time is a float32 of milliseconds
+_SEQUENCE = attrgetter("sequence")
 
 Enqueue = Callable[[int, Callable[[], None]], None]
 """Has a callable that enqueues work on a stream (its handle) do so."""
@@ -52,8 +53,11 @@ class CudaDevice(Poller):
         self._events: list[int] = []
         self._retired: list[int] = []
         self._streams: list[CudaStream] = []
-        self._clock: _Clock | None = None
-        self._stamp_clock = _StampClock()
+        self._awaited: list[CudaStream] = []  # those that have callbacks
+        self.last_found: CudaPoint | None = None  # the newest Point that somebody waited for
+        self._event_times = _EventTimes(driver)
+        self._event_clock = HostClock()
+        self._stamp_clock = HostClock()
 
     def stream(
         self, name: str, handle: int | None = None, scope: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -68,16 +72,22 @@ class CudaDevice(Poller):
         return stream
 
     def poll(self) -> bool:
-        is_pending = False
-        for stream in self._streams:
-            if stream.has_callbacks:
-                is_pending |= stream.call_back()
-        return is_pending
+        words = self._words
+        for stream in self._awaited:
+            if words[stream.word_index] >= stream.awaited_sequence or stream.error is not None:
+                break
+        else:
+            return bool(self._awaited)
+        for stream in list(self._awaited):
+            stream.call_back()
+        return bool(self._awaited)
 
     def arm(self, function: int, argument: int) -> None:
-        for stream in self._streams:
-            if stream.has_callbacks:
+        try:
+            for stream in self._awaited:
                 stream.arm(function, argument)
+        except CudaError as exc:
+            self.fail(exc)
 
     def check(self) -> None:
         try:
@@ -95,7 +105,8 @@ class CudaDevice(Poller):
         """After every stream was closed. Leaves the device's context, which torch uses, alone."""
         for stream in list(self._streams):
             stream.close()
-        self._clock = None
+        self.last_found = None
+        self._event_times.forget()
         while self._events:
             self.driver.destroy_event(self._events.pop())
         self.free_retired()
@@ -126,6 +137,13 @@ class CudaDevice(Poller):
     def read_word(self, index: int) -> int:
         return self._words[index]
 
+    def set_awaited(self, stream: "CudaStream", *, is_awaited: bool) -> None:
+        """Whether ``poll`` has to look at ``stream``."""
+        if is_awaited:
+            self._awaited.append(stream)
+        else:
+            self._awaited.remove(stream)
+
     def forget(self, stream: "CudaStream", index: int) -> None:
         self._streams.remove(stream)
         self._unused_areas.append(index // (_AREA_BYTES // 8))
@@ -134,16 +152,27 @@ class CudaDevice(Poller):
         return self._events.pop() if self._events else self.driver.create_event()
 
     def give_event(self, event: int) -> None:
-        """An event may be recorded anew while streams still wait for what it stood for."""
-        self._events.append(event)
+        """An event may be recorded anew while streams still wait for what it stood for. From any thread."""
+        if self._page:  # the events of Points that outlive their device are left to the context
+            self._events.append(event)
 
-    def host_time_ns(self, point: "CudaPoint", observed_ns: int) -> int:
-        """When a reached Point was reached, on the host's clock; ``observed_ns`` is a time when it had been."""
-        if point.stamp_index:
-            return self._stamp_clock.time_of(self._words[point.stamp_index], observed_ns)
-        if self._clock is None:
-            self._clock = _Clock(self.driver, point, observed_ns)
-        return self._clock.time_of(point, observed_ns)
+    def time_of(self, point: "CudaPoint", seen_ns: int) -> tuple[int, int]:
+        """When a reached Point was reached, on the device's clock and on the host's; it was seen reached at ``seen_ns``.
+
+        The device's is 0 when it is not known, and the host's ``seen_ns`` then.
+        """
+        if not self._page:
+            return 0, seen_ns
+        found, self.last_found = self.last_found, None
+        if found is not None:
+            _ = found.reached_at_ns  # first: it was seen promptly, as others perhaps were not
+        if not point.stamp_index:
+            device_ns, clock = self._event_times.of(point), self._event_clock
+        elif point.stream.has_stamp(point):
+            device_ns, clock = self._words[point.stamp_index], self._stamp_clock
+        else:
+            return 0, seen_ns
+        return device_ns, clock.place(device_ns, seen_ns) if device_ns else seen_ns
 
 
 class CudaStream(Stream):
@@ -165,10 +194,11 @@ class CudaStream(Stream):
         self._own_handles = [self._notifier, *([self.handle] if handle is None else [])]
         self._scope = scope
         self._sequence = 0
-        self._area, self._word_index = device.take_area()
+        self._told_sequence = 0  # the last that the stream writes to its word
+        self._area, self.word_index = device.take_area()
         self._ops = memory_ops([MemoryOp.write(0, 0), MemoryOp.write(self._area, 0)])
-        self._callbacks: list[tuple[int, int, CudaPoint, DoneCallback]] = []  # in the order of their Points
-        self._num_callbacks = 0
+        self._awaited: list[CudaPoint] = []  # Points that have callbacks, in their order
+        self.awaited_sequence = 0  # of the first of them
         self._armed_sequence = 0
         self._is_closed = False
 
@@ -186,15 +216,17 @@ class CudaStream(Stream):
         self._sequence += 1
         if is_told:
             self._driver.write_value64(self.handle, self._area, self._sequence)
+            self._told_sequence = self._sequence
         return CudaPoint(self, event, self._sequence)
 
     def record_in_kernel(self) -> "tuple[CudaPoint, Progress]":
         """The Point that the kernel launched next on this stream makes itself, and what to tell that kernel."""
         self._check_open()
         self._sequence += 1
+        self._told_sequence = self._sequence
         stamp = 1 + self._sequence % _NUM_STAMPS
         point = CudaPoint(self, 0, self._sequence)
-        point.stamp_index = self._word_index + stamp
+        point.stamp_index = self.word_index + stamp
         return point, (self._area, self._sequence, self._area + 8 * stamp)
 
     def record_with(self, address: int, value: int) -> "CudaPoint":
@@ -204,6 +236,7 @@ class CudaStream(Stream):
         store, progress = self._ops
         store.address, store.value, progress.value = address, value, self._sequence
         self._driver.batch_memory_ops(self.handle, self._ops)
+        self._told_sequence = self._sequence
         event = self.device.take_event()
         self._driver.event_record(event, self.handle)
         return CudaPoint(self, event, self._sequence)
@@ -240,36 +273,68 @@ class CudaStream(Stream):
         except CudaError as exc:  # the context is gone, and what lived in it with it
             self.fail(exc)
             self.call_back()
-        self.device.forget(self, self._word_index)
+        self.device.forget(self, self.word_index)
 
     # ---- what its Points and its device use -------------------------------------------------------------------------
 
     @property
     def progress(self) -> int:
         """The number of the last Point that is reached."""
-        return self.device.read_word(self._word_index) if not self._is_closed else self._sequence
+        return self.device.read_word(self.word_index) if not self._is_closed else self._sequence
 
     @property
     def has_callbacks(self) -> bool:
-        return bool(self._callbacks)
+        return bool(self._awaited)
+
+    def has_stamp(self, point: "CudaPoint") -> bool:
+        """Whether the time that a kernel stamped is still there: it is written over after a while."""
+        return not self._is_closed and self._sequence - point.sequence < _NUM_STAMPS
 
     def add_callback(self, point: "CudaPoint", fn: DoneCallback) -> None:
-        self._num_callbacks += 1
-        insort(self._callbacks, (point.sequence, self._num_callbacks, point, fn))
+        if point.callbacks:
+            point.callbacks.append(fn)
+            return
+        if point.sequence > self._told_sequence:  # nothing enqueued so far would tell of it
+            self._driver.write_value64(self.handle, self._area, self._sequence)
+            self._told_sequence = self._sequence
+        point.callbacks = [fn]
+        if not self._awaited:
+            self.device.set_awaited(self, is_awaited=True)
+        self._awaited.insert(bisect_right(self._awaited, point.sequence, key=_SEQUENCE), point)
+        self.awaited_sequence = self._awaited[0].sequence
 
-    def call_back(self) -> bool:
-        """Call what is due; whether anything is left."""
-        progress = self.progress
-        while self._callbacks and (self.error is not None or self._callbacks[0][0] <= progress):
-            self._callbacks.pop(0)[3]()
-        return bool(self._callbacks)
+    def remove_callback(self, point: "CudaPoint", fn: DoneCallback) -> None:
+        if fn in point.callbacks:
+            point.callbacks.remove(fn)
+            if not point.callbacks:
+                del self._awaited[bisect_left(self._awaited, point.sequence, key=_SEQUENCE)]
+                self._awaited_changed()
+
+    def call_back(self) -> None:
+        """Call what is due."""
+        points = self._awaited
+        num_due = len(points) if self.error is not None else bisect_right(points, self.progress, key=_SEQUENCE)
+        if num_due:
+            self._awaited = points[num_due:]
+            self._awaited_changed()
+            for point in points[:num_due]:
+                callbacks, point.callbacks = point.callbacks, []
+                for fn in callbacks:
+                    fn()
 
     def arm(self, function: int, argument: int) -> None:
-        sequence, _, point, _ = self._callbacks[0]
-        if sequence != self._armed_sequence and self.error is None:
-            self._armed_sequence = sequence
-            self._driver.stream_wait_event(self._notifier, point.event)
+        # One at a time: what is armed for a later Point cannot be taken back, and the notifier would come by no sooner.
+        if self.error is None and self.progress >= self._armed_sequence:
+            # For the word, not the event: the host function must not be called before the host can see the progress.
+            self._driver.wait_value64(self._notifier, self._area, self.awaited_sequence)
             self._driver.launch_host_func(self._notifier, function, argument)
+            self._armed_sequence = self.awaited_sequence
+
+    def _awaited_changed(self) -> None:
+        if self._awaited:
+            self.awaited_sequence = self._awaited[0].sequence
+        else:
+            self.device.set_awaited(self, is_awaited=False)
 
     def _run(self, fn: Callable[[], None]) -> None:
         if self.error is not None:
@@ -288,7 +353,18 @@ class CudaStream(Stream):
 class CudaPoint(Point):
     """``check``, when set, is called once when the Point is found reached; what it raises fails the stream and this Point."""
 
-    __slots__ = ("_error", "_event", "_reached_at_ns", "check", "sequence", "stamp_index", "stream")
+    __slots__ = (
+        "_device_ns",
+        "_error",
+        "_event",
+        "_reached_at_ns",
+        "_seen_ns",
+        "callbacks",
+        "check",
+        "sequence",
+        "stamp_index",
+        "stream",
+    )
 
     def __init__(self, stream: CudaStream, event: int, sequence: int) -> None:
         self.stream = stream
@@ -296,8 +372,10 @@ class CudaPoint(Point):
         self.stamp_index = 0
         self._event = event
         self.check: Callable[[], None] | None = None
+        self.callbacks: list[DoneCallback] = []  # kept by the stream
         self._error: BaseException | None = None
-        self._reached_at_ns = 0
+        self._seen_ns = 0  # when it was found reached or failed
+        self._device_ns = self._reached_at_ns = 0
 
     def __del__(self) -> None:
         if self._event:
@@ -314,12 +392,12 @@ class CudaPoint(Point):
     @property
     def is_past(self) -> bool:
         """Whether the stream has come by, whatever its errors."""
-        return self._reached_at_ns != 0 or self.stream.progress >= self.sequence
+        return self._seen_ns != 0 or self.stream.progress >= self.sequence
 
     @property
     def failure(self) -> BaseException | None:
         """What it raises, as far as is known now."""
-        return self._error or (self.stream.error if self._reached_at_ns == 0 else None)
+        return self._error or (self.stream.error if self._seen_ns == 0 else None)
 
     @property
     def stream_name(self) -> str:
@@ -330,90 +408,78 @@ class CudaPoint(Point):
         return self.stream.device
 
     def is_reached(self) -> bool:
-        if self._reached_at_ns == 0 and self._error is None:
-            self._observe()
+        if self._seen_ns == 0:
+            self._look()
+            if self._seen_ns:
+                self.stream.device.last_found = self
         if self._error is not None:
             raise self._error
-        return self._reached_at_ns != 0
+        return self._seen_ns != 0
 
     def add_done_callback(self, fn: DoneCallback) -> None:
-        if self._reached_at_ns == 0 and self._error is None:
-            self._observe()
-        if self._reached_at_ns or self._error is not None:
+        if self._seen_ns == 0:
+            self._look()
+        if self._seen_ns:
             fn()
         else:
             self.stream.add_callback(self, fn)
 
+    def remove_done_callback(self, fn: DoneCallback) -> None:
+        self.stream.remove_callback(self, fn)
+
     @property
     def reached_at_ns(self) -> int:
-        if self._reached_at_ns == 0 and self._error is None:
-            self._observe()
+        if self._seen_ns == 0:
+            self._look()
+        if self._reached_at_ns == 0 and self._seen_ns and self._error is None:  # not while somebody waits to be woken
+            self._device_ns, self._reached_at_ns = self.stream.device.time_of(self, self._seen_ns)
         return self._reached_at_ns
 
-    def _observe(self) -> None:
+    def seconds_since(self, start: Point) -> float:
+        if self.reached_at_ns and start.reached_at_ns and isinstance(start, CudaPoint):
+            is_one_clock = self.stream.device is start.stream.device and bool(self.stamp_index) == bool(start.stamp_index)
+            if is_one_clock and self._device_ns and start._device_ns:
+                return max(self._device_ns - start._device_ns, 0) / 1e9
+        return super().seconds_since(start)
+
+    def _look(self) -> None:
         is_past = self.stream.progress >= self.sequence  # before the error, which is set before the stream goes on
         if self.stream.error is not None:  # also when it was passed since: what a broken wait let through is no result
             self._error = self.stream.error
-        elif is_past:
-            self._reached_at_ns = self.stream.device.host_time_ns(self, time.perf_counter_ns())
-            if self.check is not None:
-                try:
-                    self.check()
-                except Exception as exc:  # noqa: BLE001  kept, and raised by this Point and every later one
-                    self._error = exc
-                    self.stream.fail(exc)
+        elif is_past and self.check is not None:
+            try:
+                self.check()
+            except Exception as exc:  # noqa: BLE001  kept, and raised by this Point and every later one
+                self._error = exc
+                self.stream.fail(exc)
+        if is_past or self._error is not None:
+            self.check = None  # and what it keeps alive
+            self._seen_ns = time.perf_counter_ns()
 
 
-class _StampClock:
-    """Places the GPU's own time on the host's clock.
+class _EventTimes:
+    """When events were reached, in nanoseconds from some time; CUDA tells only what lies between two."""
 
-    What a kernel stamped was seen by the host a little later: the least such lag of the last seconds is taken for none.
-    """
-
-    def __init__(self) -> None:
-        self._until_ns = 0
-        self._offset_ns = self._last_offset_ns = 1 << 63
-
-    def time_of(self, stamp_ns: int, observed_ns: int) -> int:
-        if observed_ns > self._until_ns:
-            self._until_ns = observed_ns + round(_MAX_ANCHOR_SECONDS * 1e9)
-            self._last_offset_ns, self._offset_ns = self._offset_ns, 1 << 63
-        self._offset_ns = min(self._offset_ns, observed_ns - stamp_ns)
-        return stamp_ns + min(self._offset_ns, self._last_offset_ns)
-
-
-class _Clock:
-    """Places events on the host's clock.
-
-    Times are counted from an anchor, an event whose host time is taken as known. A Point cannot have been reached after it
-    was seen to be: where the count says so, or stays behind by more than the clocks' drift explains, the next anchor is
-    moved by what the best observation since the last one shows.
-    """
-
-    def __init__(self, driver: Driver, anchor: CudaPoint, host_ns: int) -> None:
+    def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._anchor = anchor
-        self._anchor_ns = host_ns
-        self._least_lag_ns = _MAX_ANCHOR_SECONDS * 1e9
+        self._anchor: CudaPoint | None = None
+        self._anchor_ns = 0
 
-    def time_of(self, point: CudaPoint, observed_ns: int) -> int:
+    def of(self, point: CudaPoint) -> int:
+        """0 when that is not known: the event of a reached Point may still be under way, where it comes behind the word."""
         try:
-            elapsed_ns = self._driver.elapsed_ms(self._anchor.event, point.event) * 1e6
-        except CudaError as exc:
-            if exc.code != NOT_READY:  # the event comes behind the word where that is quicker for the stream
-                raise
-            return observed_ns
-        if elapsed_ns > _MAX_ANCHOR_SECONDS * 1e9:
-            self._move(point, observed_ns)
-            return observed_ns
-        counted_ns = self._anchor_ns + round(elapsed_ns)
-        self._least_lag_ns = min(self._least_lag_ns, observed_ns - counted_ns)
-        if elapsed_ns > _ANCHOR_SECONDS * 1e9:
-            counted_ns += round(min(self._least_lag_ns, elapsed_ns * _MAX_DRIFT))
-            self._move(point, counted_ns)
-        return min(counted_ns, observed_ns)
+            if self._anchor is None:
+                if not self._driver.is_done(point.event):
+                    return 0
+                self._anchor, self._anchor_ns = point, time.perf_counter_ns()
+            elapsed_ns = round(self._driver.elapsed_ms(self._anchor.event, point.event) * 1e6)
+        except CudaError:  # not ready yet, or the device is gone, which its streams tell
+            return 0
+        device_ns = self._anchor_ns + elapsed_ns
+        if elapsed_ns > _ANCHOR_NS:
+            self._anchor, self._anchor_ns = point, device_ns
+        return device_ns
 
-    def _move(self, anchor: CudaPoint, host_ns: int) -> None:
-        self._anchor = anchor
-        self._anchor_ns = host_ns
-        self._least_lag_ns = _MAX_ANCHOR_SECONDS * 1e9
+    def forget(self) -> None:
+        """Give the anchor's event back."""
+        self._anchor = None

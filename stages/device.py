@@ -16,6 +16,8 @@ DoneCallback = Callable[[], None]
 class Point(ABC):
     """A place in a stream's order, reached when everything enqueued before it has run."""
 
+    __slots__ = ()
+
     @abstractmethod
     def is_reached(self) -> bool:
         """Never blocks. Raises the stream's (sticky) error when the stream failed before this Point."""
@@ -27,10 +29,22 @@ class Point(ABC):
         At once when it already is, else from the stream's thread. ``fn`` must neither block nor raise.
         """
 
+    @abstractmethod
+    def remove_done_callback(self, fn: DoneCallback) -> None:
+        """Forget one ``fn`` that was added; nothing happens when it was called already, or is being called."""
+
     @property
     @abstractmethod
     def reached_at_ns(self) -> int:
-        """``time.perf_counter_ns()`` when the Point was reached; 0 before that."""
+        """``time.perf_counter_ns()`` when the Point was reached; 0 before that.
+
+        A GPU's own time, placed on the host's clock to some microseconds: take durations from ``seconds_since``.
+        """
+
+    def seconds_since(self, start: "Point") -> float:
+        """How long after ``start`` this Point was reached, both being reached; at least 0. By a GPU's own clock where one
+        clock saw both."""
+        return max(self.reached_at_ns - start.reached_at_ns, 0) / 1e9
 
     @property
     @abstractmethod
@@ -52,7 +66,8 @@ class Poller(ABC):
     @abstractmethod
     def arm(self, function: int, argument: int) -> None:
         """Have the C function at address ``function``, ``void (void *)``, called with ``argument`` once the next Point of any
-        stream that has callbacks left is reached. From a thread of the driver, at least once; never after a device error."""
+        stream that has callbacks left is reached. From a thread of the driver, at least once; never after a device error.
+        Raises nothing."""
 
     @abstractmethod
     def check(self) -> None:
@@ -112,6 +127,11 @@ class HostPoint(Point):
                 self._callbacks.append(fn)
                 return
         fn()
+
+    def remove_done_callback(self, fn: DoneCallback) -> None:
+        with self._lock:
+            if fn in self._callbacks:
+                self._callbacks.remove(fn)
 
     @property
     def reached_at_ns(self) -> int:

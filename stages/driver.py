@@ -119,6 +119,9 @@ class Driver:
         self._error_name.argtypes, self._error_name.restype = [c_int, POINTER(c_char_p)], c_int
         self._event_query = self._entry("cuEventQuery")
         self._event_query.argtypes, self._event_query.restype = [c_void_p], c_int
+        self._event_elapsed_time = self._entry("cuEventElapsedTime")
+        self._elapsed = c_float()
+        self._elapsed_at = byref(self._elapsed)
         self._stream_query = self._entry("cuStreamQuery")
         self._stream_query.argtypes, self._stream_query.restype = [c_void_p], c_int
         self._call("cuInit", 0)
@@ -295,9 +298,10 @@ class Driver:
 
     def elapsed_ms(self, start: int, end: int) -> float:
         """Milliseconds between two events that are done, with a resolution of about half a microsecond."""
-        value = c_float()
-        self._call("cuEventElapsedTime", byref(value), start, end)
-        return value.value
+        code = self._event_elapsed_time(self._elapsed_at, start, end)
+        if code:
+            raise self.error(code, "cuEventElapsedTime")
+        return self._elapsed.value
 
     def batch_memory_ops(self, stream: int, ops: "ctypes.Array[MemoryOp]") -> None:
         """Enqueue waits and writes in their order, with one call."""

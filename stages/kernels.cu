@@ -9,9 +9,9 @@
 #ifdef __CUDACC__
 #define KERNEL extern "C" __global__ void
 #define DEVICE static __device__ __forceinline__
-#define GRID_CONSTANT const __grid_constant__
 #define THREAD threadIdx.x
 #define NUM_THREADS blockDim.x
+#define UNROLL _Pragma("unroll")
 #define BARRIER() __syncthreads()
 #define ANY(x) __syncthreads_or(x)
 #define SYSTEM_FENCE() __threadfence_system()
@@ -24,9 +24,9 @@ DEVICE unsigned long long now_ns(void) {
 #include <time.h>
 #define KERNEL void
 #define DEVICE static inline
-#define GRID_CONSTANT const
 #define THREAD 0u
 #define NUM_THREADS 1u
+#define UNROLL
 #define BARRIER()
 #define ANY(x) (x)
 #define SYSTEM_FENCE() __atomic_thread_fence(__ATOMIC_SEQ_CST)
@@ -52,26 +52,36 @@ struct Progress {
     unsigned long long *stamp;
 };
 
-DEVICE void make_progress(const struct Progress *progress) {
-    if (THREAD == 0 && progress->word) {
-        *(volatile unsigned long long *)progress->stamp = now_ns();
+DEVICE void make_progress(struct Progress progress) {
+    if (THREAD == 0 && progress.word) {
+        *(volatile unsigned long long *)progress.stamp = now_ns();
         SYSTEM_FENCE();
-        *(volatile unsigned long long *)progress->word = progress->number;
+        *(volatile unsigned long long *)progress.word = progress.number;
     }
+}
+
+// words.w[i], with no address taken of an argument: that would copy all of it to each thread's memory first.
+DEVICE unsigned word_of(struct Words words, unsigned i) {
+    unsigned found = 0;
+UNROLL
+    for (unsigned k = 0; k < HEADER_WORDS; k++)
+        if (i == k)
+            found = words.w[k];
+    return found;
 }
 
 // Compare what a peer wrote with what the plan says. On the first difference: clear the verdict, and give the host both, in
 // pinned memory: a flag, the words that came, the words that were expected. Every thread calls it.
-DEVICE void check_header(const volatile unsigned *got, const struct Words *expected, unsigned num_words,
+DEVICE void check_header(const volatile unsigned *got, struct Words expected, unsigned num_words,
                          volatile unsigned *verdict, volatile unsigned *report) {
     unsigned differs = 0;
     for (unsigned i = THREAD; i < num_words; i += NUM_THREADS)
-        differs |= got[i] ^ expected->w[i];
+        differs |= got[i] ^ word_of(expected, i);
     if (ANY(differs != 0)) {
         if (THREAD == 0 && *verdict) {
             for (unsigned i = 0; i < num_words; i++) {
                 report[1 + i] = got[i];
-                report[1 + HEADER_WORDS + i] = expected->w[i];
+                report[1 + HEADER_WORDS + i] = word_of(expected, i);
             }
             SYSTEM_FENCE();
             report[0] = 1;
@@ -83,21 +93,21 @@ DEVICE void check_header(const volatile unsigned *got, const struct Words *expec
     }
 }
 
-DEVICE void write_header(volatile unsigned *out, const struct Words *outgoing, unsigned num_words,
+DEVICE void write_header(volatile unsigned *out, struct Words outgoing, unsigned num_words,
                          const volatile unsigned *verdict) {
     for (unsigned i = THREAD; i < num_words; i += NUM_THREADS)
-        out[i] = i == num_words - 1 ? *verdict : outgoing->w[i];
+        out[i] = i == num_words - 1 ? *verdict : word_of(outgoing, i);
 }
 
 // A stage boundary: check the header that came in, write the one that goes out, tell the host.
-KERNEL stagewire_boundary(const unsigned *got, GRID_CONSTANT struct Words expected, unsigned has_incoming, unsigned *out,
-                          GRID_CONSTANT struct Words outgoing, unsigned has_outgoing, unsigned num_words,
-                          unsigned *verdict, unsigned *report, GRID_CONSTANT struct Progress progress) {
+KERNEL stagewire_boundary(const unsigned *got, struct Words expected, unsigned has_incoming, unsigned *out,
+                          struct Words outgoing, unsigned has_outgoing, unsigned num_words,
+                          unsigned *verdict, unsigned *report, struct Progress progress) {
     if (has_incoming)
-        check_header(got, &expected, num_words, verdict, report);
+        check_header(got, expected, num_words, verdict, report);
     if (has_outgoing)
-        write_header(out, &outgoing, num_words, verdict);
-    make_progress(&progress);
+        write_header(out, outgoing, num_words, verdict);
+    make_progress(progress);
 }
 
 // Where a token message goes: the slot in each receiver's memory, and the word there that tells of it.
@@ -109,12 +119,15 @@ struct Targets {
 // A token message, written straight into the receivers' slots: the header, then ids int64 [num_reqs, width], num_sampled and
 // num_rejected int32 [num_reqs]; then the word, behind them. A few kilobytes: a copy engine would take longer to start.
 KERNEL stagewire_send_tokens(const long long *ids, const int *num_sampled, const int *num_rejected, unsigned num_reqs,
-                             unsigned width, GRID_CONSTANT struct Words outgoing, unsigned num_words,
-                             const unsigned *verdict, GRID_CONSTANT struct Targets targets, unsigned num_targets,
-                             unsigned long long value, GRID_CONSTANT struct Progress progress) {
-    for (unsigned t = 0; t < num_targets; t++) {
+                             unsigned width, struct Words outgoing, unsigned num_words,
+                             const unsigned *verdict, struct Targets targets, unsigned num_targets,
+                             unsigned long long value, struct Progress progress) {
+UNROLL
+    for (unsigned t = 0; t < MAX_TARGETS; t++) {
+        if (t >= num_targets)
+            break;
         char *slot = (char *)targets.slot[t];
-        write_header((volatile unsigned *)slot, &outgoing, num_words, verdict);
+        write_header((volatile unsigned *)slot, outgoing, num_words, verdict);
         long long *ids_out = (long long *)(slot + HEADER_BYTES);
         int *counts_out = (int *)(ids_out + (unsigned long long)num_reqs * width);
         for (unsigned i = THREAD; i < num_reqs * width; i += NUM_THREADS)
@@ -126,16 +139,18 @@ KERNEL stagewire_send_tokens(const long long *ids, const int *num_sampled, const
     }
     SYSTEM_FENCE();
     BARRIER();
-    for (unsigned t = THREAD; t < num_targets; t += NUM_THREADS)
-        *(volatile unsigned long long *)targets.word[t] = value;
-    make_progress(&progress);
+UNROLL
+    for (unsigned t = 0; t < MAX_TARGETS; t++)
+        if (THREAD == t % NUM_THREADS && t < num_targets)
+            *(volatile unsigned long long *)targets.word[t] = value;
+    make_progress(progress);
 }
 
 // The other end of it. What came with a false verdict is no tokens at all.
-KERNEL stagewire_unpack_tokens(const unsigned *got, GRID_CONSTANT struct Words expected, unsigned num_words,
+KERNEL stagewire_unpack_tokens(const unsigned *got, struct Words expected, unsigned num_words,
                                unsigned *verdict, unsigned *report, unsigned num_reqs, unsigned width, long long *ids,
                                int *num_sampled, int *num_rejected) {
-    check_header(got, &expected, num_words, verdict, report);
+    check_header(got, expected, num_words, verdict, report);
     const int is_good = *(const volatile unsigned *)verdict != 0;
     const volatile long long *ids_in = (const volatile long long *)((const char *)got + HEADER_BYTES);
     const volatile int *counts_in = (const volatile int *)(ids_in + (unsigned long long)num_reqs * width);

@@ -1,4 +1,4 @@
-"""The paged KV cache of a stage, and attention over it, on the CPU.
+"""The paged KV cache of a stage, and attention over it.
 
 Per layer the memory is ``[2, num_kv_heads, num_blocks, block_size, head_dim]``, keys then values. The contexts of a group of
 decode rows, or of a prefill chunk, are gathered by one ``index_select`` of whole blocks (a third cheaper than two gathers
@@ -18,6 +18,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from stages.plan import PlanRow, RowKind
+from stages.upload import CPU, upload
 
 # Decode rows are padded to the longest of their group. Padding up to this many blocks costs less than one more gather and
 # attention call (measured with 3 KV heads of 64, fp32: ~60 µs a call, ~2 µs a block).
@@ -44,24 +45,26 @@ class PagedKVCache:
         head_dim: int,
         dtype: torch.dtype,
         max_context_len: int | None = None,
+        device: torch.device = CPU,
     ) -> None:
         self.layers = layers
+        self.device = device
         self.max_context_len = num_blocks * block_size if max_context_len is None else max_context_len
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.dtype = dtype
-        self.memory = torch.empty(len(layers), 2, num_kv_heads, num_blocks, block_size, head_dim, dtype=dtype)
+        self.memory = torch.empty(len(layers), 2, num_kv_heads, num_blocks, block_size, head_dim, dtype=dtype, device=device)
         by_token = self.memory.view(len(layers), 2, num_kv_heads, num_blocks * block_size, head_dim)
         self._key_tokens = {layer: by_token[i, 0] for i, layer in enumerate(layers)}
         self._value_tokens = {layer: by_token[i, 1] for i, layer in enumerate(layers)}
         by_block = self.memory.view(len(layers), 2 * num_kv_heads * num_blocks, block_size * head_dim)
         self._blocks = {layer: by_block[i] for i, layer in enumerate(layers)}
         self._all_layers = self.memory.view(-1, num_blocks, block_size * head_dim)
-        self._head_offsets = torch.arange(2 * num_kv_heads)[:, None] * num_blocks
-        self._workspace = torch.empty(0, block_size * head_dim, dtype=dtype)
-        self._causal_mask = torch.empty(QUERIES_PER_CALL, 0, dtype=dtype)
+        self._head_offsets = torch.arange(2 * num_kv_heads, device=device)[:, None] * num_blocks
+        self._workspace = torch.empty(0, block_size * head_dim, dtype=dtype, device=device)
+        self._causal_mask = torch.empty(QUERIES_PER_CALL, 0, dtype=dtype, device=device)
         self._tables: dict[int, list[int]] = {}
 
     @staticmethod
@@ -122,8 +125,8 @@ class PagedKVCache:
         return AttentionStep(
             cache=self,
             num_tokens=first,
-            token_slots=torch.tensor(slots, dtype=torch.int64),
-            cleared=torch.tensor(cleared, dtype=torch.int64) if cleared else None,
+            token_slots=upload(slots, torch.int64, self.device),
+            cleared=upload(cleared, torch.int64, self.device) if cleared else None,
             decodes=[self._decode_group(group) for group in self._grouped(decodes)],
             chunks=chunks,
         )
@@ -152,13 +155,15 @@ class PagedKVCache:
         is_contiguous = [row.token for row in rows] == list(range(first, first + len(rows)))
         mask = None
         if any(row.context_len != context_len for row in rows):
-            lengths = torch.tensor([row.context_len for row in rows])
-            mask = torch.zeros(len(rows), context_len, dtype=self.dtype)
-            mask.masked_fill_(torch.arange(context_len) >= lengths[:, None], float("-inf"))
+            lengths = upload([row.context_len for row in rows], torch.int64, self.device)
+            mask = torch.zeros(len(rows), context_len, dtype=self.dtype, device=self.device)
+            mask.masked_fill_(torch.arange(context_len, device=self.device) >= lengths[:, None], float("-inf"))
             mask = mask[:, None, None, :]
         padded = [block for row in rows for block in row.blocks + row.blocks[:1] * (num_blocks - len(row.blocks))]
         return _DecodeGroup(
-            tokens=slice(first, first + len(rows)) if is_contiguous else torch.tensor([row.token for row in rows]),
+            tokens=slice(first, first + len(rows))
+            if is_contiguous
+            else upload([row.token for row in rows], torch.int64, self.device),
             num_rows=len(rows),
             context_len=context_len,
             block_index=self._block_index(padded),
@@ -167,7 +172,7 @@ class PagedKVCache:
 
     def _block_index(self, blocks: list[int]) -> torch.Tensor:
         """Rows of a layer's ``[2 * num_kv_heads * num_blocks, ...]`` memory that hold ``blocks``, keys before values."""
-        return (self._head_offsets + torch.tensor(blocks, dtype=torch.int64)).view(-1)
+        return (self._head_offsets + upload(blocks, torch.int64, self.device)).view(-1)
 
     def _gather(self, layer: int, block_index: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values ``[num_rows, num_kv_heads, context, head_dim]``: views, valid until the next gather."""
@@ -185,9 +190,9 @@ class PagedKVCache:
         width = self._causal_mask.shape[1]
         if start > width - QUERIES_PER_CALL:
             width = start + 2 * QUERIES_PER_CALL + width // 2
-            mask = torch.zeros(QUERIES_PER_CALL, width, dtype=self.dtype)
-            limits = torch.arange(width - QUERIES_PER_CALL, width)[:, None]
-            self._causal_mask = mask.masked_fill_(torch.arange(width) > limits, float("-inf"))
+            mask = torch.zeros(QUERIES_PER_CALL, width, dtype=self.dtype, device=self.device)
+            limits = torch.arange(width - QUERIES_PER_CALL, width, device=self.device)[:, None]
+            self._causal_mask = mask.masked_fill_(torch.arange(width, device=self.device) > limits, float("-inf"))
         left = width - QUERIES_PER_CALL - start
         return self._causal_mask[:num_queries, left : left + start + num_queries]
 

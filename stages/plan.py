@@ -120,8 +120,9 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
     ``model_path`` is a Hugging Face directory; ``layer_split`` the number of layers of each rank, empty for the balanced
     split. The rank computes with ``num_threads`` threads on the CPUs ``cpus``, on any when that is empty.
     ``kv_cache_bytes`` is this rank's KV pool, 0 to size it from the free memory, shared by ``ranks_on_host`` ranks.
-    ``device`` is ``cpu`` or ``cuda:N``, N counted as the CUDA driver lists the GPUs of this process. ``spin_us`` is how long
-    the rank's loop looks for progress of the GPU before it sleeps until it is woken.
+    ``device`` is ``cpu`` or ``cuda:N``, N counted as the CUDA driver lists the GPUs of this process, and shared by
+    ``ranks_on_device`` ranks. ``spin_us`` is how long the rank's loop looks for progress of the GPU before it sleeps until it
+    is woken.
     """
 
     rank: int
@@ -139,6 +140,7 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
     max_num_seqs: int
     max_model_len: int
     device: str = "cpu"
+    ranks_on_device: int = 1
     spin_us: int = 0
 
 
@@ -261,6 +263,13 @@ class EndEpoch(msgspec.Struct, frozen=True, tag="end_epoch"):
     cause: str
 
 
+class Drained(msgspec.Struct, frozen=True, tag="drained"):
+    """A rank has ended an epoch: nothing of it is under way here any more, and its links may be taken down elsewhere."""
+
+    epoch: int
+    rank: int
+
+
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """No plan follows: finish what was planned, then end the process with exit code 0."""
 
@@ -285,6 +294,7 @@ Message = (
     | StepDone
     | StepResult
     | EndEpoch
+    | Drained
     | Drain
     | RankFailed
 )

@@ -9,6 +9,7 @@ from stages.kv_cache import AttentionStep, PagedKVCache
 from stages.model.slice import StageModel
 from stages.plan import Limits, PlanRow, RowKind, StepPlan
 from stages.slots import SlotTable
+from stages.upload import upload
 
 
 class StageRunner:
@@ -30,7 +31,10 @@ class StageRunner:
             model.head_dim,
             model.dtype,
             max_context_len=limits.max_model_len,
+            device=model.device,
         )
+        # On a GPU the slots' positions cannot be compared with the plan's without waiting for them.
+        self._compares_positions = model.device.type == "cpu"
         self.output_width = model.vocab_size if model.info.is_last else model.hidden_size
         self._prepared: dict[int, _PreparedStep] = {}  # at most lane depth + 1: what may be unacknowledged
 
@@ -68,11 +72,32 @@ class StageRunner:
         """
         step = self._prepared.pop(plan.step_id)
         if not plan.rows:
-            return torch.empty(0, self.output_width, dtype=self.model.dtype)
+            return torch.empty(0, self.output_width, dtype=self.model.dtype, device=self.model.device)
         self._place(step)
         inputs = self._input_ids(step) if self.model.info.is_first else self._hidden(step, hidden)
         step.attention.begin()
         return self.model.forward(inputs, step.positions, step.attention, step.logits_rows)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compute the largest steps once, so that nothing is loaded or allocated for the first time while a stream waits for a
+        peer. Before the first plan; it uses the blocks of slot 0 and leaves nothing behind but their values."""
+        limits = self.limits
+        length = min(limits.max_num_batched_tokens, limits.max_model_len, limits.num_blocks * limits.block_size)
+        blocks = list(range(-(-length // limits.block_size)))
+        self.cache.extend(0, blocks)
+        num_decodes = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+        for rows in (
+            [PlanRow(0, 0, RowKind.PREFILL, 0, length, [0] * length, [], None, True)],
+            [PlanRow(0, 0, RowKind.DECODE, length - 1, 1, [], [], None, True)] * num_decodes,
+        ):
+            plan = StepPlan(0, 0, rows, [], [], 1, 1)
+            step = _PreparedStep.build(plan, self.cache)
+            hidden = torch.zeros(plan.num_tokens, self.model.hidden_size, dtype=self.model.dtype, device=self.model.device)
+            step.attention.begin()
+            inputs = step.token_ids if self.model.info.is_first else hidden
+            self.model.forward(inputs, step.positions, step.attention, step.logits_rows)
+        self.cache.reset(0)
 
     def _check(self, row: PlanRow) -> None:
         self.cache.check(row, len(self.cache.table(row.slot)))
@@ -92,7 +117,7 @@ class StageRunner:
         """Read the decode rows' positions from the slots and compare them with the plan's; set the prefill rows'."""
         if step.prefill_slots is not None:
             self.slots.positions[step.prefill_slots] = step.prefill_ends
-        if step.decode_slots is None:
+        if step.decode_slots is None or not self._compares_positions:
             return
         positions = self.slots.positions[step.decode_slots]
         for i in (positions != step.decode_starts).nonzero().flatten().tolist():
@@ -150,19 +175,19 @@ class _PreparedStep:
             token_ids.extend(row.token_ids if row.kind is RowKind.PREFILL else [0])
             if row.needs_token:
                 logits_rows.append(len(positions) - 1)
+
+        def indices(values: Sequence[int]) -> torch.Tensor:
+            return upload(values, torch.int64, cache.device)
+
         return cls(
             attention=cache.prepare(plan.rows),
-            positions=_indices(positions),
-            token_ids=_indices(token_ids),
-            logits_rows=_indices(logits_rows),
+            positions=indices(positions),
+            token_ids=indices(token_ids),
+            logits_rows=indices(logits_rows),
             decode_rows=decodes,
-            decode_tokens=_indices(decode_tokens),
-            decode_slots=_indices([row.slot for row in decodes]) if decodes else None,
-            decode_starts=_indices([row.start for row in decodes]),
-            prefill_slots=_indices([row.slot for row in prefills]) if prefills else None,
-            prefill_ends=_indices([row.start + row.num_tokens - 1 for row in prefills]),
+            decode_tokens=indices(decode_tokens),
+            decode_slots=indices([row.slot for row in decodes]) if decodes else None,
+            decode_starts=indices([row.start for row in decodes]),
+            prefill_slots=indices([row.slot for row in prefills]) if prefills else None,
+            prefill_ends=indices([row.start + row.num_tokens - 1 for row in prefills]),
         )
-
-
-def _indices(values: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64)

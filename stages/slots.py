@@ -5,9 +5,12 @@ from collections.abc import Sequence
 
 import torch
 
+from stages.device import Stream
 from stages.plan import PlanRow
 
 NO_TOKEN = -1
+Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Sampled token ids ``[n, m] int64``, num_sampled and num_rejected ``[n] int32``."""
 
 
 class SlotTable:
@@ -97,9 +100,27 @@ class SlotTable:
             self.num_stale_rows += num_stale
         return num_stale
 
+    def enqueue_scatter(self, stream: Stream, step_id: int, rows: Sequence[PlanRow], tokens: Tokens) -> None:
+        """``scatter`` in the order of ``stream``: the tokens of step ``step_id``, as a message of them has them."""
+        stream.launch(lambda: void(self.scatter(rows, *tokens)))
+
+    def reopened_after(self, rows: Sequence[PlanRow]) -> list[int]:
+        """The steps whose tokens must have been stored before ``rows`` may run, because a row opens a slot that they sampled.
+
+        None here: a late token of a dead request is told by its generation.
+        """
+        return []
+
+    def close(self) -> None:
+        """Once nothing enqueued uses it any more."""
+
     def check_slot(self, slot: int) -> None:
         if not 0 <= slot < self.num_slots:
             raise ValueError(f"slot {slot}: must be between 0 and {self.num_slots - 1}")
 
     def _is_current(self, slot: int, generation: int) -> bool:
         return 0 <= slot < self.num_slots and self._is_open[slot] and self._generations[slot] == generation
+
+
+def void(_: object) -> None:
+    """Drops a value, where a callable must return None."""

@@ -11,16 +11,15 @@ from typing import Protocol
 import torch
 
 from metrics.recorder import SpanKind
-from stages.device import HostStream, Point
-from stages.plan import Limits, SampledRow, StepPlan, StepResult, TensorSchema
+from stages.device import Point, Stream
+from stages.plan import SampledRow, StepPlan, StepResult, TensorSchema
 from stages.pp_handler import PPHandler
-from stages.sampler import Sampler, SamplerOutput
-from stages.slots import SlotTable
+from stages.sampler import Sampler, SamplerOutput, SamplerOutputs
+from stages.slots import SlotTable, void
 from stages.topology import PPGroup
 from stages.transport.base import IntermediateTensors, PPTransport, StepShape
 
 NO_PEER = -1
-NUM_OUTPUT_BUFFERS = 2  # compute writes one while the transport still reads the other
 
 
 class Runner(Protocol):
@@ -53,11 +52,11 @@ class Operation:
 
 
 class Stage:
-    """One rank's part of the pipeline on host streams, for one epoch.
+    """One rank's part of the pipeline, for one epoch.
 
     ``begin(plan)``, then each of ``operations`` in order, once for each plan in plan order. All of them enqueue and return;
     all are called from one thread. ``transport`` and ``handler`` are None without pipeline parallelism. ``compute`` is the
-    stream the transport was built with; the stage owns it, and closes it.
+    stream the transport was built with; the stage owns it, and closes it. ``outputs`` is where sampled tokens are written.
     """
 
     operations: tuple[Operation, ...]
@@ -66,11 +65,11 @@ class Stage:
         self,
         *,
         group: PPGroup,
-        limits: Limits,
         boundary: TensorSchema,
-        compute: HostStream,
+        compute: Stream,
         runner: Runner,
         sampler: Sampler,
+        outputs: SamplerOutputs,
         slots: SlotTable,
         transport: PPTransport | None,
         handler: PPHandler | None,
@@ -79,6 +78,7 @@ class Stage:
         self._compute = compute
         self._runner = runner
         self._sampler = sampler
+        self._outputs = outputs
         self._slots = slots
         self._transport = transport
         self._handler = handler
@@ -86,8 +86,10 @@ class Stage:
         self._hidden_in: IntermediateTensors | None = None
         self._hidden_out: IntermediateTensors | None = None
         self._forward_work: Work | None = None
+        self._steps_needed: list[int] = []
         self._token_points: dict[int, Point] = {}  # step_id -> its sampled tokens are in ``slots`` here
-        self._sampled: dict[int, SamplerOutput] = {}  # last rank: until ``result`` takes it
+        self._sampled: dict[int, SamplerOutput] = {}  # last rank: on the device, until the next step
+        self._results: dict[int, SamplerOutput] = {}  # the same on the host, until ``result`` takes it
 
         operations: list[Operation] = []
         if transport is not None and not group.is_first_rank:
@@ -100,10 +102,6 @@ class Stage:
             if group.is_last_rank:
                 operations.append(Operation("token_broadcast", NO_PEER, self._enqueue_broadcast))
             else:
-                self._outputs = torch.empty(
-                    (NUM_OUTPUT_BUFFERS, limits.max_num_batched_tokens, boundary.width), dtype=getattr(torch, boundary.dtype)
-                )
-                self._output_is_free: list[Point | None] = [None] * NUM_OUTPUT_BUFFERS
                 operations.append(Operation("send", group.next_rank, self._enqueue_send))
         self.operations = tuple(operations)
         self._compute_step = self._sample_step if group.is_last_rank else self._hidden_step
@@ -111,13 +109,16 @@ class Stage:
     def begin(self, plan: StepPlan) -> None:
         """Take up the next plan: its operations may be enqueued now."""
         self._runner.prepare(plan)
+        # What compute waits for: the tokens that this step reads, and those still to come for a slot that it gives anew.
+        self._steps_needed = [*plan.needs_tokens_of, *self._slots.reopened_after(plan.rows)]
         if self._transport is not None and self._handler is not None:
             self._transport.begin_step(StepShape(plan.step_id, plan.num_tokens, plan.num_in_flight))
             self._handler.begin_step(plan.step_id)
 
     def result(self, plan: StepPlan) -> StepResult | None:
         """What was sampled in a step, once its forward is reached; None unless this is the last rank. Once for each step."""
-        output = self._sampled.pop(plan.step_id, None)
+        output = self._results.pop(plan.step_id, None)
+        self._sampled.pop(plan.step_id, None)
         if output is None:
             return None
         token_ids = output.sampled_token_ids.tolist()
@@ -137,10 +138,11 @@ class Stage:
 
     def close(self) -> None:
         """Free streams and links. Waits for what is enqueued, which after ``poison`` is at once. May be called twice."""
-        self._compute.close()
         if self._transport is not None and self._handler is not None:
             self._transport.close()
             self._handler.close()
+        self._compute.close()
+        self._slots.close()
 
     # ---- operations -----------------------------------------------------------------------------------------------
 
@@ -151,44 +153,44 @@ class Stage:
         return Work(start, self._hidden_in.ready)
 
     def _enqueue_forward(self, plan: StepPlan) -> Work:
-        for step_id in plan.needs_tokens_of:
+        for step_id in self._steps_needed:
             if (point := self._token_points.get(step_id)) is not None:
                 self._compute.wait(point)
         received = self._hidden_in
-        start = received.ready if received is not None and not plan.needs_tokens_of else self._compute.record()
-        self._compute_step(plan, received)
-        if self._hidden_in is not None:
-            self._hidden_in.release(self._compute)
+        start = received.ready if received is not None and not plan.needs_tokens_of else self._compute.record(is_told=False)
+        end = self._compute_step(plan, None if received is None else received[self._boundary.name])
+        if received is not None:
+            received.release(self._compute)
             self._hidden_in = None
-        self._forward_work = Work(start, self._compute.record())
+        self._forward_work = Work(start, end)
         return self._forward_work
 
-    def _hidden_step(self, plan: StepPlan, received: IntermediateTensors | None) -> None:
-        index = plan.step_id % NUM_OUTPUT_BUFFERS
-        if (is_free := self._output_is_free[index]) is not None:
-            self._compute.wait(is_free)
-        out = self._outputs[index][: plan.num_tokens]
-        self._compute.launch(lambda: void(out.copy_(self._runner.forward(plan, self._tensor(received)))))
-        self._hidden_out = IntermediateTensors({self._boundary.name: out}, self._compute.record())
+    def _hidden_step(self, plan: StepPlan, received: torch.Tensor | None) -> Point:
+        assert self._transport is not None
+        outputs = self._transport.outputs(self._group)
+        out = outputs[self._boundary.name]
+        self._compute.launch(lambda: void(out.copy_(self._runner.forward(plan, received))))
+        end = self._compute.record(is_told=not self._transport.sends_inline(plan.num_tokens))  # else the send tells of it
+        self._hidden_out = IntermediateTensors(outputs, end)
+        return end
 
-    def _sample_step(self, plan: StepPlan, received: IntermediateTensors | None) -> None:
-        output = self._sampled[plan.step_id] = SamplerOutput.empty(len(plan.sampled_rows), plan.max_sample_len)
+    def _sample_step(self, plan: StepPlan, received: torch.Tensor | None) -> Point:
+        rows = plan.sampled_rows
+        output = self._sampled[plan.step_id] = self._outputs.next(len(rows), plan.max_sample_len)
 
         def run() -> None:
-            logits = self._runner.forward(plan, self._tensor(received))
-            self._sampler.sample(logits, plan.rows, plan.max_sample_len, output)
-            self._slots.scatter(plan.sampled_rows, output.sampled_token_ids, output.num_sampled, output.num_rejected)
+            self._sampler.sample(self._runner.forward(plan, received), plan.rows, plan.max_sample_len, output)
 
         self._compute.launch(run)
-
-    def _tensor(self, received: IntermediateTensors | None) -> torch.Tensor | None:
-        return None if received is None else received[self._boundary.name]
+        tokens = (output.sampled_token_ids, output.num_sampled, output.num_rejected)
+        self._slots.enqueue_scatter(self._compute, plan.step_id, rows, tokens)
+        self._results[plan.step_id] = self._outputs.to_host(self._compute, output)
+        return self._compute.record()
 
     def _enqueue_send(self, plan: StepPlan) -> Work:
         assert self._transport is not None
         assert self._hidden_out is not None
         end = self._transport.send(self._hidden_out, self._group)
-        self._output_is_free[plan.step_id % NUM_OUTPUT_BUFFERS] = end
         start, self._hidden_out = self._hidden_out.ready, None
         return Work(start, end)
 
@@ -206,7 +208,7 @@ class Stage:
         start = self._handler.stream.record()
         tokens = self._handler.maybe_receive_sampled_tokens(len(rows), plan.max_sample_len)
         assert tokens is not None
-        self._handler.stream.launch(lambda: void(self._slots.scatter(rows, *tokens)))
+        self._slots.enqueue_scatter(self._handler.stream, plan.step_id, rows, tokens)
         end = self._handler.stream.record()
         self._forget_reached_token_points()
         self._token_points[plan.step_id] = end
@@ -216,7 +218,3 @@ class Stage:
         """Drop the Points whose tokens have arrived: nobody needs to wait for them. Leaves the steps in flight."""
         for step_id in [step_id for step_id, point in self._token_points.items() if point.reached_at_ns]:
             del self._token_points[step_id]
-
-
-def void(_: object) -> None:
-    """Drops a value, where a callable must return None."""

@@ -13,9 +13,12 @@ from orchestrator.control import Channel, ChannelClosed, memory_channel_pair
 from orchestrator.engine import Engine
 from orchestrator.rank_main import LoadRank, serve_rank
 from orchestrator.request import SamplingParams
-from stages.assembly import RankAssembly, Slice, host_id, offered_transports
+from stages.assembly import Gpu, RankAssembly, Slice, gpu_transports, host_id, offered_transports
+from stages.kernels import Kernels
 from stages.plan import Offer, Setup
+from stages.transport.copy_engine import nvlink_peers
 from stages.transport.memory import MemoryHub
+from tests.emulated_cuda import the_emulation
 from tests.served_engine import Sizes, serving_engine
 
 
@@ -59,19 +62,25 @@ async def _serve_rank(
         await channel.aclose()
 
 
-def slice_loader(slices: Sequence[Slice], num_blocks: int) -> LoadRank:
-    """A loader that serves given slices, each with a KV pool of ``num_blocks``."""
+def emulated_gpu(ordinal: int) -> Gpu:
+    emulated = the_emulation()
+    return Gpu(emulated.device(ordinal), torch.device("cpu"), Kernels(emulated.driver))
+
+
+def slice_loader(slices: Sequence[Slice], num_blocks: int, is_on_gpu: bool = False) -> LoadRank:
+    """A loader that serves given slices, each with a KV pool of ``num_blocks``; ``is_on_gpu`` on emulated GPUs."""
 
     def load(setup: Setup, hub: MemoryHub | None) -> tuple[RankAssembly, Offer]:
         if setup.cpus:
             os.sched_setaffinity(0, setup.cpus)
         torch.set_num_threads(setup.num_threads)
         slice_ = slices[setup.rank]
+        gpu = emulated_gpu(setup.rank) if is_on_gpu else None
         offer = Offer(
             host_id=host_id(),
             process_id=os.getpid(),
             device="cpu",
-            transports=offered_transports(hub),
+            transports=offered_transports(hub) if gpu is None else gpu_transports(gpu),
             boundary=[slice_.boundary],
             first_layer=slice_.info.first_layer,
             end_layer=slice_.info.end_layer,
@@ -86,7 +95,9 @@ def slice_loader(slices: Sequence[Slice], num_blocks: int) -> LoadRank:
             max_blocks=num_blocks,
             tied_embeddings=False,
             embedding_checksum=0,
+            device_uuid="" if gpu is None else gpu.device.driver.device_uuid(setup.rank),
+            nvlink_peers=[] if gpu is None else nvlink_peers(gpu.device.driver, setup.rank),
         )
-        return RankAssembly(slice_, hub), offer
+        return RankAssembly(slice_, hub, gpu), offer
 
     return load

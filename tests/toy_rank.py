@@ -1,6 +1,6 @@
-"""A rank of the toy model as a process: ``python -m tests.toy_rank STAGES SECONDS`` and what the launcher adds.
+"""A rank of the toy model as a process: ``python -m tests.toy_rank STAGES SECONDS DEVICE`` and what the launcher adds.
 
-Every forward takes ``SECONDS`` in all.
+Every forward takes ``SECONDS`` in all. ``DEVICE`` is ``cpu``, or ``emulated`` for a GPU that is.
 """
 
 import sys
@@ -12,4 +12,4 @@ from tests.toy_model import toy_slices
 
 if __name__ == "__main__":
     slices = toy_slices(int(sys.argv[1]), forward_seconds=float(sys.argv[2]))
-    sys.exit(main(sys.argv[3:], slice_loader(slices, Sizes().num_blocks)))
+    sys.exit(main(sys.argv[4:], slice_loader(slices, Sizes().num_blocks, is_on_gpu=sys.argv[3] == "emulated")))

@@ -1,4 +1,4 @@
-"""An engine and toy ranks, each a process of its own: ``python -m tests.toy_worker STAGES SECONDS REQUESTS TOKENS``.
+"""An engine and toy ranks, each a process of its own: ``python -m tests.toy_worker STAGES SECONDS REQUESTS TOKENS TRANSPORT``.
 
 Prints one line of JSON: every request's tokens; when each arrived (seconds, of any clock); and how long, at that time, the
 last step had taken on each stage.
@@ -20,14 +20,15 @@ from tests.served_engine import Sizes, serving_engine
 VOCAB_SIZE = 1009
 
 
-async def main(num_stages: int, seconds: str, num_requests: int, num_tokens: int) -> dict[str, list[object]]:
+async def main(num_stages: int, seconds: str, num_requests: int, num_tokens: int, transport: str) -> dict[str, list[object]]:
     launcher = Launcher()
-    argv = [sys.executable, "-m", "tests.toy_rank", str(num_stages), seconds]
+    device = "emulated" if transport == "copy_engine" else "cpu"
+    argv = [sys.executable, "-m", "tests.toy_rank", str(num_stages), seconds, device]
     await launcher.start([[rank] for rank in range(num_stages)], lambda _: argv, rank_environment(os.environ, 1))
     arrivals: list[object] = []
     stage_seconds: list[object] = []
     try:
-        async with serving_engine(launcher.channels, VOCAB_SIZE, "shared_memory", Sizes(), cpu_binding="auto") as (engine, _):
+        async with serving_engine(launcher.channels, VOCAB_SIZE, transport, Sizes(), cpu_binding="auto") as (engine, _):
             gc.freeze()
 
             async def one(i: int) -> list[int]:
@@ -51,5 +52,5 @@ async def main(num_stages: int, seconds: str, num_requests: int, num_tokens: int
 
 
 if __name__ == "__main__":
-    stages, seconds, requests, tokens = sys.argv[1:]
-    print(json.dumps(uvloop.run(main(int(stages), seconds, int(requests), int(tokens)))))  # noqa: T201
+    stages, seconds, requests, tokens, transport = sys.argv[1:]
+    print(json.dumps(uvloop.run(main(int(stages), seconds, int(requests), int(tokens), transport))))  # noqa: T201

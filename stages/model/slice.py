@@ -16,14 +16,17 @@ from stages.model.source import ModelSource
 from stages.model.support import check_support
 from stages.plan import TensorSchema
 from stages.topology import StageInfo, balanced_split
+from stages.upload import CPU
 
 HIDDEN_STATES = "hidden_states"
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def resolve_dtype(name: str) -> torch.dtype:
-    """The dtype that ``--dtype`` names; ``auto`` is bfloat16 where the CPU multiplies it natively, else float32."""
+def resolve_dtype(name: str, device: torch.device = CPU) -> torch.dtype:
+    """The dtype that ``--dtype`` names; ``auto`` is bfloat16 where the device multiplies it natively, else float32."""
+    if name == "auto" and device.type == "cuda":
+        return torch.bfloat16
     if name == "auto":
         has_native_bf16 = any(torch.cpu.get_capabilities().get(cap) for cap in ("avx512_bf16", "amx_bf16", "bf16"))
         return torch.bfloat16 if has_native_bf16 else torch.float32
@@ -76,6 +79,7 @@ class StageModel:
         self.info = info
         self.config = config
         self.dtype: torch.dtype = model.dtype
+        self.device = CPU
         self.load_seconds = load_seconds
         self.load_growth_bytes = load_growth_bytes
         self.num_parameters = sum(p.numel() for p in model.parameters())
@@ -90,6 +94,12 @@ class StageModel:
         self._decoder = model.get_decoder()
         self._input_name = "input_ids" if info.is_first else "inputs_embeds"
         self._run: Callable[..., torch.Tensor] = self._to_logits if info.is_last else self._to_hidden
+
+    def move_to(self, device: torch.device) -> None:
+        """Compute on ``device`` from now on."""
+        module: Any = self.model
+        module.to(device)
+        self.device = device
 
     @torch.inference_mode()
     def forward(

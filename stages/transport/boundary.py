@@ -9,7 +9,7 @@ from stages.plan import TensorSchema
 from stages.topology import PPGroup
 from stages.transport.base import IntermediateTensors, PPTransport, StepShape
 from stages.transport.links import row_bytes, schema_checksum
-from stages.transport.ring import BOUNDARY_MAGIC, SEQ_MASK, BoundaryHeader, pack_dtypes, pack_header
+from stages.transport.ring import BOUNDARY_MAGIC, SEQ_MASK, BoundaryHeader, pack_boundary_header, pack_dtypes
 
 
 class BoundaryTransport(PPTransport):
@@ -61,7 +61,19 @@ class BoundaryTransport(PPTransport):
         )
 
     def _header_bytes(self, step: StepShape, seq: int) -> bytes:
-        return pack_header(self._header(step, seq))
+        """``_header``, packed: the way that costs a microsecond."""
+        return pack_boundary_header(
+            BOUNDARY_MAGIC,
+            self._group.epoch,
+            step.step_id,
+            seq & SEQ_MASK,
+            step.num_tokens,
+            self._dtype_code,
+            self._width,
+            step.num_in_flight,
+            self._schema,
+            1,
+        )
 
     def _checked(self, tensors: IntermediateTensors, num_rows: int) -> list[torch.Tensor]:
         """The tensors in the boundary's order; ``TransportError`` for one that is not what was agreed."""

@@ -12,6 +12,8 @@ PREFERRED = ("copy_engine", "nccl", "shared_memory", "gloo")
 """What ``auto`` tries, best first."""
 TRANSPORTS = (*PREFERRED, "memory")
 """Everything that can be asked for by name, besides ``auto``."""
+EXCHANGED = frozenset({"copy_engine"})
+"""Those whose ranks make the ends of the links themselves, and tell each other of them before they connect."""
 _ONE_HOST = frozenset({"copy_engine", "shared_memory", "memory"})
 
 
@@ -58,4 +60,21 @@ def _obstacle(offers: Sequence[Offer], name: str) -> str:
             return f"rank {rank}: is on another host than rank 0"
         if name == "memory" and offer.process_id != offers[0].process_id:
             return f"rank {rank}: is in another process than rank 0"
+    return _gpu_obstacle(offers, name)
+
+
+def _gpu_obstacle(offers: Sequence[Offer], name: str) -> str:
+    """The first two ranks whose GPUs cannot do ``name`` with each other: the copy engine needs NVLink between the GPUs of ranks
+    that exchange messages, or one GPU; NCCL refuses two ranks on one GPU."""
+    last = len(offers) - 1
+    if name == "copy_engine":
+        for rank, peer in sorted({(sender, receiver) for sender in range(last) for receiver in (sender + 1, last)}):
+            a, b = offers[rank], offers[peer]
+            if a.device_uuid != b.device_uuid and (b.device_uuid not in a.nvlink_peers or a.device_uuid not in b.nvlink_peers):
+                return f"rank {rank}: no NVLink between its GPU {a.device_uuid} and rank {peer}'s {b.device_uuid}"
+    if name == "nccl":
+        owners: dict[str, int] = {}
+        for rank, offer in enumerate(offers):
+            if (owner := owners.setdefault(offer.device_uuid, rank)) != rank:
+                return f"rank {rank}: shares GPU {offer.device_uuid} with rank {owner}"
     return ""

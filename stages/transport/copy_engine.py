@@ -31,7 +31,7 @@ from stages.transport.links import boundary_slot_bytes, tensor_offsets
 from stages.transport.ring import SLOT_HEADER_BYTES
 
 NUM_SEND_STREAMS = 2
-MAX_INLINE_BYTES = 1 << 20  # of a message that is copied on the compute stream
+MAX_INLINE_BYTES = 4 << 20  # of the tensors that are copied on the compute stream
 NUM_OUTPUT_BUFFERS = 2  # compute writes one while the copy engine still reads the other
 
 
@@ -59,6 +59,7 @@ class CopyEngineTransport(BoundaryTransport):
         """``sends_on_compute``: no send will ever find its slot taken, so small ones need no stream of their own."""
         super().__init__(pp_group, boundary, max_rows, persistent)
         self._max_inline_bytes = MAX_INLINE_BYTES if sends_on_compute else -1
+        self._num_rows = self._num_bytes = -1  # of the announced step's message
         self._links = links
         self._compute = compute
         self._driver = links.device.driver
@@ -88,13 +89,17 @@ class CopyEngineTransport(BoundaryTransport):
         self._lane.check()
         self._announce(step)
         self._output = None
+        if step.num_tokens != self._num_rows:
+            self._num_rows = step.num_tokens
+            self._num_bytes = self._offsets(step.num_tokens)[-1]
 
     def sends_inline(self, num_tokens: int) -> bool:
-        return self._message_bytes(num_tokens) <= self._max_inline_bytes
+        return self._offsets(num_tokens)[-1] <= self._max_inline_bytes
 
     def outputs(self, pp_group: PPGroup) -> Mapping[str, torch.Tensor]:
-        self._check()
-        return self._opened_output(self._announced(pp_group)).views.of(self._announced(pp_group).num_tokens)
+        self._lane.check()
+        step = self._announced(pp_group)
+        return self._opened_output(step).views.of(step.num_tokens)
 
     def send(self, tensors: IntermediateTensors, pp_group: PPGroup) -> Point:
         self._check()
@@ -108,12 +113,11 @@ class CopyEngineTransport(BoundaryTransport):
             self._compute.launch(lambda: _copy_all(mine, sources))
             ready = self._compute.record(is_told=False)
         self._output = None
-        num_bytes = self._message_bytes(step.num_tokens)
-        is_inline = num_bytes <= self._max_inline_bytes
+        is_inline = self._num_bytes <= self._max_inline_bytes
         stream = self._compute if is_inline else self._send_streams[output.seq % NUM_SEND_STREAMS]
         sender.wait_free(stream, output.seq)
         stream.wait(ready)
-        sent = output.is_free = sender.copy(stream, output.seq, output.address, num_bytes)
+        sent = output.is_free = sender.copy(stream, output.seq, output.address, SLOT_HEADER_BYTES + self._num_bytes)
         sent.check = self._verdict_check(step.step_id)
         return sent
 
@@ -197,9 +201,6 @@ class CopyEngineTransport(BoundaryTransport):
         point, progress = self._compute.record_in_kernel()
         links.kernels.boundary(self._compute.handle, got, expected, out, outgoing, links.verdict, links.report, progress)
         return point
-
-    def _message_bytes(self, num_rows: int) -> int:
-        return SLOT_HEADER_BYTES + self._offsets(num_rows)[-1]
 
     def _verdict_check(self, step_id: int) -> Callable[[], None]:
         def check() -> None:

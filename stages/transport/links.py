@@ -207,7 +207,7 @@ def create_shared_links(
                     opened.append(os.dup(fd))
                     fds.append(opened[-1])
     except BaseException:
-        _close_all(opened)
+        close_fds(opened)
         raise
     return ranks
 
@@ -244,7 +244,7 @@ def shared_links_from_fds(fds: Sequence[int], group: PPGroup, sizes: LinkSizes) 
             full_bell, free_bell = EventBell(rest.pop(0)), EventBell(rest.pop(0))
             links[link_id] = Link(buffer, full_bell, free_bell)
     except BaseException:
-        _close_all(rest)
+        close_fds(rest)
         for link in links.values():
             link.close()
         raise
@@ -283,6 +283,6 @@ def _map_segment(fd: int, link_id: LinkId, layout: RingLayout, epoch: int) -> mm
     return buffer
 
 
-def _close_all(fds: Sequence[int]) -> None:
+def close_fds(fds: Sequence[int]) -> None:
     for fd in fds:
         os.close(fd)

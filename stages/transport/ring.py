@@ -165,6 +165,10 @@ _FORMATS: dict[type[Header], struct.Struct] = {
 }
 
 
+pack_boundary_header = _FORMATS[BoundaryHeader].pack
+"""``pack_header`` from the fields of a ``BoundaryHeader``."""
+
+
 def pack_header(header: Header) -> bytes:
     """As it heads a slot; a multiple of 4 bytes, the verdict last."""
     return _FORMATS[type(header)].pack(*header)

@@ -119,7 +119,7 @@ def test_two_stages_of_20_ms_are_never_idle() -> None:
     num_rows = num_requests // num_stages  # of a step
     busy_shares: list[tuple[float, float]] = []
     while len(busy_shares) < 5 and max(busy_shares, default=(0.0, 0.0)) < (0.95, 0.9):
-        arguments = map(str, (num_stages, forward_seconds, num_requests, num_tokens))
+        arguments = map(str, (num_stages, forward_seconds, num_requests, num_tokens, "shared_memory"))
         done = subprocess.run(
             [sys.executable, "-m", "tests.toy_worker", *arguments], capture_output=True, text=True, timeout=60
         )

@@ -282,7 +282,7 @@ def test_a_control_descriptor_must_be_a_socket(tmp_path):
 
 
 def test_ranks_get_their_threads_and_stay_offline():
-    environment = rank_environment({"OMP_NUM_THREADS": "64", "PATH": "/bin"}, num_threads=2)
+    environment = rank_environment({"OMP_NUM_THREADS": "64", "PATH": "/bin", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}, num_threads=2)
     assert environment == {
         "PATH": "/bin",
         "OMP_NUM_THREADS": "2",
@@ -290,4 +290,6 @@ def test_ranks_get_their_threads_and_stay_offline():
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_VERBOSITY": "error",
         "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_MODULE_LOADING": "EAGER",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # as it was given
     }

@@ -2,16 +2,21 @@
 
 import asyncio
 import gc
+import random
+import subprocess
+import sys
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
+import uvloop
 
 from orchestrator.waiting import CHECK_SECONDS, Waker
-from stages.cuda import CudaDevice, CudaPoint, CudaStream
+from stages.cuda import CudaDevice, CudaPoint
 from stages.errors import CudaError, DeadlinePassed, PeerLost
 from tests.emulated_cuda import ILLEGAL_ADDRESS, Operation, the_emulation
-from tests.gpu import GPUS, gpu_device
+from tests.gpu import GPUS, Gate, gpu_device
 
 LOOPS = ("asyncio", "uvloop")
 
@@ -28,39 +33,36 @@ def emulated() -> Iterator[CudaDevice]:
         yield made
 
 
-class Gate:
-    """A word that streams wait for."""
-
-    def __init__(self, device: CudaDevice) -> None:
-        self._driver = device.driver
-        self._rescue = device.rescue
-        self._word = self._driver.alloc(256)
-        self._driver.memset_d32_async(self._word, 0, 64, self._rescue)
-        self._driver.synchronize(self._rescue)
-        self._count = 0
-
-    def stop(self, stream: CudaStream) -> int:
-        """Have ``stream`` wait; what ``open`` takes."""
-        self._count += 1
-        self._driver.wait_value64(stream.handle, self._word, self._count)
-        return self._count
-
-    def open(self, number: int | None = None) -> None:
-        self._driver.write_value64(self._rescue, self._word, self._count if number is None else number)
-
-    def close(self) -> None:
-        self._driver.synchronize(self._rescue)
-        self._driver.free(self._word)
-
-
 @pytest.fixture
 def gate(device: CudaDevice) -> Iterator[Gate]:
     made = Gate(device)
     yield made
-    made.open()
-    device.driver.synchronize(device.rescue)
-    for stream in list(device._streams):
-        stream.close()
+    made.close()
+
+
+@pytest.fixture
+def events(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The events that were ever created."""
+    created: list[int] = []
+    create = device.driver.create_event
+
+    def counted() -> int:
+        created.append(create())
+        return created[-1]
+
+    monkeypatch.setattr(device.driver, "create_event", counted)
+    return created
+
+
+@pytest.fixture
+def no_safety_net(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.waiting.CHECK_SECONDS", 60)
+
+
+@pytest.fixture
+def emulated_gate(emulated: CudaDevice) -> Iterator[Gate]:
+    made = Gate(emulated)
+    yield made
     made.close()
 
 
@@ -111,13 +113,12 @@ async def test_points_of_a_stream_wake_in_its_order_and_streams_by_themselves(de
     waker.close()
 
 
-async def test_thousands_of_waits_leave_nothing_behind(device: CudaDevice, gate: Gate) -> None:
+async def test_thousands_of_waits_leave_nothing_behind(device: CudaDevice, gate: Gate, events: list[int]) -> None:
     waker = Waker(asyncio.get_running_loop(), 200)
     stream = device.stream("compute")
-    for _ in range(2000):
-        await waker.reached(stream.record())
-    gc.collect()
-    assert len(device._events) <= 8
+    for i in range(10_000):
+        await waker.reached(stream.record(), 3600 if i % 2 else None)
+    assert len(events) <= 8
     assert not stream.has_callbacks
     waker.close()
 
@@ -208,7 +209,7 @@ async def test_nothing_runs_while_nothing_is_awaited(device: CudaDevice, gate: G
 
 
 async def test_a_parked_wait_burns_little(device: CudaDevice, gate: Gate) -> None:
-    waker = Waker(asyncio.get_running_loop(), 0)
+    waker = Waker(asyncio.get_running_loop(), 2000)
     stream = device.stream("compute")
     gate.stop(stream)
     task = asyncio.create_task(waker.reached(stream.record()))
@@ -235,6 +236,141 @@ async def test_other_events_are_served_while_the_loop_spins(device: CudaDevice, 
     waker.close()
 
 
+async def test_thousands_of_awaits_that_were_given_up_leave_nothing_behind(
+    device: CudaDevice, gate: Gate, events: list[int]
+) -> None:
+    """Of a stream that is stuck, as when a peer is."""
+    waker = Waker(asyncio.get_running_loop(), 0)
+    stream = device.stream("compute")
+    gate.stop(stream)
+    points = [stream.record() for _ in range(3)]
+    for i in range(3000):
+        task = asyncio.create_task(waker.reached(points[i % 3], 0.0 if i % 2 else None))
+        await asyncio.sleep(0)
+        if i % 2 == 0:
+            task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert not stream.has_callbacks
+    assert not device.poll()
+    assert not any(point.callbacks for point in points)
+    gate.open()
+    await asyncio.wait_for(waker.reached(points[-1]), 5)
+    assert len(events) <= 8
+    waker.close()
+
+
+async def test_a_storm_of_cancellations_leaves_the_order(device: CudaDevice, gate: Gate) -> None:
+    waker, chance = Waker(asyncio.get_running_loop(), 0), random.Random(7)
+    stream, order = device.stream("compute"), list[int]()
+    gate.stop(stream)
+
+    async def wait(number: int, point: CudaPoint) -> None:
+        await waker.reached(point)
+        order.append(number)
+
+    tasks = [asyncio.create_task(wait(number, stream.record())) for number in range(500)]
+    await waiting(*tasks)
+    kept = set(chance.sample(range(500), 100))
+    for number in chance.sample(range(500), 500):
+        if number not in kept:
+            tasks[number].cancel()
+            if chance.random() < 0.1:
+                await asyncio.sleep(0)
+    gate.open()
+    done = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+    assert order == sorted(kept)
+    assert sum(isinstance(result, asyncio.CancelledError) for result in done) == 400
+    waker.close()
+
+
+async def test_an_await_may_end_with_a_timeout_of_the_stream_s_own(device: CudaDevice, gate: Gate) -> None:
+    waker = Waker(asyncio.get_running_loop(), 1_000_000)
+    stream = device.stream("compute")
+    gate.stop(stream)
+    task = asyncio.create_task(waker.reached(stream.record(), 30))
+    await waiting(task)
+    stream.fail(TimeoutError("of the forward"))
+    with pytest.raises(TimeoutError, match="of the forward"):
+        await asyncio.wait_for(task, 5)
+    waker.close()
+
+
+@pytest.mark.usefixtures("no_safety_net")
+async def test_a_parked_loop_is_not_woken_before_it_can_see_why(emulated: CudaDevice, emulated_gate: Gate) -> None:
+    """Where the event comes some time before the word: a wake in between would find nothing, and be the last."""
+    waker = Waker(asyncio.get_running_loop(), 0)
+    stream = emulated.stream("compute")
+    emulated_gate.stop(stream)
+    the_emulation().delay(Operation.WRITE_VALUE, fixed_us=3000)
+    task = asyncio.create_task(waker.reached(stream.record()))
+    await waiting(task)
+    emulated_gate.open()
+    await asyncio.wait_for(task, 5)
+    assert waker.wakes == {"spin": 0, "park": 1, "timer": 0}
+    waker.close()
+
+
+@pytest.mark.usefixtures("no_safety_net")
+@pytest.mark.parametrize("spin_us", [0, 2000])
+async def test_a_parked_loop_that_was_woken_looks_on(device: CudaDevice, gate: Gate, spin_us: int) -> None:
+    waker = Waker(asyncio.get_running_loop(), spin_us)
+    stream = device.stream("compute")
+    gates, tasks = [], []
+    for _ in range(5):
+        gates.append(gate.stop(stream))
+        tasks.append(asyncio.create_task(waker.reached(stream.record())))
+    for number, task in zip(gates, tasks, strict=True):
+        await asyncio.sleep(0.005)  # so that it has parked
+        gate.open(number)
+        await asyncio.wait_for(task, 5)
+    assert sum(waker.wakes.values()) == 5
+    assert waker.wakes["park"] > 0
+    waker.close()
+
+
+@pytest.mark.usefixtures("no_safety_net")
+async def test_wakes_are_counted_by_how_the_loop_came_to_look(emulated: CudaDevice, emulated_gate: Gate) -> None:
+    loop, stream = asyncio.get_running_loop(), emulated.stream("compute")
+    spins, parks = Waker(loop, 1_000_000), Waker(loop, 0)
+    for waker in (spins, parks):
+        emulated_gate.stop(stream)
+        task = asyncio.create_task(waker.reached(stream.record()))
+        await asyncio.sleep(0.002)  # so that whichever parks has
+        emulated_gate.open()
+        await asyncio.wait_for(task, 5)
+        waker.close()
+    assert spins.wakes == {"spin": 1, "park": 0, "timer": 0}
+    assert parks.wakes == {"spin": 0, "park": 1, "timer": 0}
+
+
+async def test_a_device_error_reaches_awaiters_while_the_loop_spins(emulated: CudaDevice) -> None:
+    waker = Waker(asyncio.get_running_loop(), 30_000_000)
+    stream, word = emulated.stream("compute"), emulated.driver.alloc(256)
+    emulated.driver.wait_value64(stream.handle, word, 1)
+    task = asyncio.create_task(waker.reached(stream.record()))
+    await waiting(task)
+    the_emulation().fail(ILLEGAL_ADDRESS)
+    with pytest.raises(CudaError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+        await asyncio.wait_for(task, 5)
+    waker.close()
+    stream.close()
+
+
+async def test_nothing_runs_once_the_last_await_was_given_up(device: CudaDevice, gate: Gate) -> None:
+    waker = Waker(asyncio.get_running_loop(), 30_000_000)
+    stream = device.stream("compute")
+    gate.stop(stream)
+    task = asyncio.create_task(waker.reached(stream.record()))
+    await waiting(task)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await asyncio.sleep(2 * CHECK_SECONDS)  # until the last check has found nothing
+    started = time.process_time()
+    await asyncio.sleep(0.3)  # the measurement itself
+    assert time.process_time() - started < 0.03
+    waker.close()
+
+
 async def test_a_waker_closes_with_waits_pending(device: CudaDevice, gate: Gate) -> None:
     waker = Waker(asyncio.get_running_loop(), 0)
     stream = device.stream("compute")
@@ -245,3 +381,54 @@ async def test_a_waker_closes_with_waits_pending(device: CudaDevice, gate: Gate)
     await asyncio.gather(task, return_exceptions=True)
     waker.close()
     gate.open()  # its host function finds a closed handle
+    await asyncio.sleep(0)
+    waker.close()
+
+
+def test_a_host_function_may_come_after_its_loop_is_gone(emulated: CudaDevice, emulated_gate: Gate) -> None:
+    loop, stream = uvloop.new_event_loop(), emulated.stream("compute")
+    emulated_gate.stop(stream)
+
+    async def park_and_leave() -> None:
+        waker = Waker(asyncio.get_running_loop(), 0)
+        task = asyncio.create_task(waker.reached(stream.record()))
+        await asyncio.sleep(0.01)  # parked by now
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        waker.close()
+
+    loop.run_until_complete(park_and_leave())
+    loop.close()
+    gone = weakref.ref(loop)
+    del loop
+    gc.collect()
+    assert gone() is None, "nothing of the Waker keeps its loop alive"
+    assert the_emulation().count(Operation.HOST_FUNCTION) == 1
+    emulated_gate.open()
+    stream.close()  # waits for it
+
+
+def test_a_loop_whose_waker_was_forgotten_still_ends() -> None:
+    source = """
+import asyncio, uvloop
+from orchestrator.waiting import Waker
+from tests.emulated_cuda import the_emulation
+
+async def main():
+    stream = device.stream("compute")
+    device.driver.wait_value64(stream.handle, device.driver.alloc(256), 1)
+    try:
+        await Waker(asyncio.get_running_loop(), 0).reached(stream.record(), 0.01)
+    except Exception as exc:
+        print(exc)
+
+device = the_emulation().device()
+loop = uvloop.new_event_loop()
+loop.run_until_complete(main())
+try:
+    loop.close()
+except OSError:
+    print("busy")
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=30)
+    assert done.stdout == "stream compute: not reached within 0.01 s\nbusy\n", done.stderr

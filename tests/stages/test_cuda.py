@@ -1,5 +1,10 @@
 """Streams and Points of a GPU."""
 
+import ctypes
+import random
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -7,8 +12,12 @@ import pytest
 
 from stages.cuda import CudaDevice, CudaPoint
 from stages.device import HostStream
-from tests.emulated_cuda import Operation, the_emulation
-from tests.gpu import GPUS, gpu_device
+from stages.errors import CudaError, HeaderMismatch
+from stages.kernels import Kernels
+from tests.emulated_cuda import ILLEGAL_ADDRESS, Operation, emulation, the_emulation
+from tests.gpu import GPUS, Gate, gpu_device
+
+HARMLESS = ctypes.cast(ctypes.CDLL(None).labs, ctypes.c_void_p).value or 0  # a C function that may be called with anything
 
 
 @pytest.fixture(params=GPUS)
@@ -21,6 +30,31 @@ def device(request: pytest.FixtureRequest) -> Iterator[CudaDevice]:
 def emulated() -> Iterator[CudaDevice]:
     with gpu_device("emulated") as made:
         yield made
+
+
+@pytest.fixture
+def gate(device: CudaDevice) -> Iterator[Gate]:
+    made = Gate(device)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def emulated_gate(emulated: CudaDevice) -> Iterator[Gate]:
+    made = Gate(emulated)
+    yield made
+    made.close()
+
+
+def ignore() -> None:
+    pass
+
+
+def wait_for(device: CudaDevice) -> None:
+    """Poll until no callback is left."""
+    deadline = time.monotonic() + 10
+    while device.poll():
+        assert time.monotonic() < deadline
 
 
 def reach(point: CudaPoint) -> None:
@@ -114,6 +148,165 @@ def test_a_closed_stream_takes_nothing(device: CudaDevice) -> None:
             use()
 
 
+def test_an_untold_point_is_told_of_when_somebody_waits_for_it(device: CudaDevice) -> None:
+    stream = device.stream("a")
+    called: list[str] = []
+    first = stream.record(is_told=False)
+    device.driver.synchronize(stream.handle)
+    assert not first.is_reached(), "nothing told of it: else this test shows nothing"
+    first.add_done_callback(lambda: called.append("first"))
+    wait_for(device)
+    assert called == ["first"]
+    second, third = stream.record(is_told=False), stream.record()
+    second.add_done_callback(lambda: called.append("second"))
+    wait_for(device)
+    assert called == ["first", "second"]
+    assert third.is_reached()
+    stream.close()
+
+
+def test_callbacks_come_in_the_order_of_their_points(device: CudaDevice, gate: Gate) -> None:
+    stream = device.stream("a")
+    gate.stop(stream)
+    points = [stream.record() for _ in range(20)]
+    called: list[int] = []
+    for i in random.Random(3).sample(range(20), 20):
+        points[i].add_done_callback(lambda i=i: called.append(i))
+    assert device.poll()
+    gate.open()
+    wait_for(device)
+    assert called == list(range(20))
+    stream.close()
+
+
+def test_a_removed_callback_is_not_called_and_costs_nothing_more(device: CudaDevice, gate: Gate) -> None:
+    stream = device.stream("a")
+    gate.stop(stream)
+    first, second = stream.record(), stream.record()
+    called: list[str] = []
+
+    def unwanted() -> None:
+        called.append("unwanted")
+
+    def wanted() -> None:
+        called.append("wanted")
+
+    first.add_done_callback(unwanted)
+    second.add_done_callback(unwanted)
+    second.add_done_callback(wanted)
+    first.remove_done_callback(unwanted)
+    first.remove_done_callback(unwanted)
+    second.remove_done_callback(unwanted)
+    assert device.poll()
+    gate.open()
+    wait_for(device)
+    assert called == ["wanted"]
+    second.remove_done_callback(wanted)
+    stream.close()
+
+
+def test_nothing_is_polled_once_the_last_callback_is_removed(device: CudaDevice, gate: Gate) -> None:
+    stream = device.stream("a")
+    gate.stop(stream)
+    point = stream.record()
+    point.add_done_callback(ignore)
+    assert device.poll()
+    point.remove_done_callback(ignore)
+    assert not device.poll()
+    gate.open()
+    stream.close()
+
+
+def test_one_host_function_of_a_stream_is_under_way_at_most(emulated: CudaDevice, emulated_gate: Gate) -> None:
+    """However often awaits of a stuck stream are given up and begun again."""
+    stream = emulated.stream("a")
+    emulated_gate.stop(stream)
+    points = [stream.record() for _ in range(3)]
+    for i in range(300):
+        point = points[i % 3]
+        point.add_done_callback(ignore)
+        emulated.arm(HARMLESS, 0)
+        emulated.arm(HARMLESS, 0)
+        point.remove_done_callback(ignore)
+    assert the_emulation().count(Operation.HOST_FUNCTION) == 1
+    emulated_gate.open()
+    reach(points[-1])
+    emulated_gate.stop(stream)
+    stream.record().add_done_callback(ignore)
+    emulated.arm(HARMLESS, 0)
+    assert the_emulation().count(Operation.HOST_FUNCTION) == 2
+
+
+def test_arming_a_broken_device_fails_its_streams(emulated: CudaDevice) -> None:
+    stream, called = emulated.stream("a"), list[str]()
+    emulated.driver.wait_value64(stream.handle, emulated.driver.alloc(256), 1)
+    point = stream.record()
+    point.add_done_callback(lambda: called.append("failed"))
+    the_emulation().fail(ILLEGAL_ADDRESS)
+    emulated.arm(HARMLESS, 0)
+    assert not emulated.poll()
+    assert called == ["failed"]
+    with pytest.raises(CudaError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+        point.is_reached()
+    stream.close()
+
+
+def test_a_check_is_made_once_and_what_it_raises_fails_the_stream(device: CudaDevice) -> None:
+    stream, checked = device.stream("a"), list[int]()
+    good, bad = stream.record(), stream.record()
+    good.check = lambda: checked.append(1)
+
+    def refuse() -> None:
+        raise HeaderMismatch("not the one that was announced")
+
+    bad.check = refuse
+    reach(good)
+    assert good.is_reached()
+    assert checked == [1]
+    assert good.check is None, "what it keeps alive is let go"
+    for point in (bad, stream.record()):
+        with pytest.raises(HeaderMismatch):
+            reach(point)
+    assert bad.reached_at_ns == 0
+    assert good.is_reached()
+    stream.close()
+
+
+def test_points_may_outlive_their_device_and_be_dropped_by_any_thread(emulated: CudaDevice) -> None:
+    with emulation() as other:
+        device = other.device()
+        stream = device.stream("a")
+        kept, dropped = stream.record(), [stream.record() for _ in range(50)]
+        reach(dropped[-1])
+        thread = threading.Thread(target=dropped.clear)
+        thread.start()
+        thread.join()
+        assert len(device._events) == 49, "all but the one of the point that was found last"
+        stream.close()
+        device.close()
+        assert kept.reached_at_ns > 0
+        del kept
+        assert device._events == []
+
+
+def test_an_interpreter_ends_quietly_with_points_about() -> None:
+    source = """
+from tests.emulated_cuda import the_emulation
+device = the_emulation().device()
+stream = device.stream("a")
+reached = stream.record()
+while not reached.is_reached(): pass
+device.driver.wait_value64(stream.handle, device.driver.alloc(256), 1)
+stuck = stream.record()
+stuck.add_done_callback(print)
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", source], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+# ---- times ----------------------------------------------------------------------------------------------------------
+
+
 def test_times_are_the_device_s_on_the_host_s_clock(emulated: CudaDevice) -> None:
     """Points that are looked at late were not reached late."""
     stream = emulated.stream("a")
@@ -147,3 +340,47 @@ def test_the_clock_stays_with_the_host_s_over_many_anchors(emulated: CudaDevice)
         last = point.reached_at_ns
         time.sleep(0.003)
     stream.close()
+
+
+def test_a_duration_is_the_device_s_however_late_anybody_looks(emulated: CudaDevice) -> None:
+    stream, word = emulated.stream("a"), emulated.driver.alloc(256)
+    the_emulation().delay(Operation.SET, fixed_us=5000)
+    points = [stream.record()]
+    for _ in range(6):
+        emulated.driver.memset_d32_async(word, 0, 1, stream.handle)
+        points.append(stream.record())
+    emulated.driver.synchronize(stream.handle)
+    for later in (4, 6, 1, 5, 2, 3):  # out of order, and some before anything else was seen of the device's clock
+        assert 0.005 <= points[later].seconds_since(points[later - 1]) < 0.012
+        assert points[later].reached_at_ns >= points[later - 1].reached_at_ns
+        assert points[0].seconds_since(points[later]) == 0
+    stream.close()
+    emulated.driver.free(word)
+
+
+def test_what_a_kernel_stamped_is_told_on_the_same_clock(emulated: CudaDevice) -> None:
+    stream, kernels = emulated.stream("a"), Kernels(emulated.driver)
+    verdict = emulated.driver.alloc(256)
+
+    def stamped() -> CudaPoint:
+        point, progress = stream.record_in_kernel()
+        kernels.boundary(stream.handle, 0, b"", 0, b"", verdict, verdict, progress)
+        return point
+
+    the_emulation().delay(Operation.SET, fixed_us=5000)
+    before = time.perf_counter_ns()
+    start = stamped()
+    emulated.driver.memset_d32_async(verdict, 1, 1, stream.handle)
+    end, recorded = stamped(), stream.record()
+    reach(recorded)
+    assert 0.005 <= end.seconds_since(start) < 0.012
+    assert before <= start.reached_at_ns < end.reached_at_ns <= (after := time.perf_counter_ns())
+    assert 0 <= recorded.seconds_since(end) < 0.005  # an event's: placed by another clock
+    first, others = stamped(), [stamped() for _ in range(300)]
+    reach(others[-1])
+    others_seen = time.perf_counter_ns()
+    assert first.reached_at_ns >= others_seen, "its stamp was written over: when it was seen"
+    assert first.seconds_since(start) > 0
+    stream.close()
+    assert end.reached_at_ns <= after
+    emulated.driver.free(verdict)

@@ -97,7 +97,7 @@ class Chain:
 
     def finish(self, plan: StepPlan, logits: torch.Tensor) -> list[int]:
         output = self.sampler.sample(logits, plan.rows, self.limits.max_sample_len)
-        assert output.failed_rows == []
+        assert output.num_sampled.all()
         for runner in self.runners:
             runner.slots.scatter(plan.sampled_rows, output.sampled_token_ids, output.num_sampled, output.num_rejected)
         return output.sampled_token_ids[:, 0].tolist()

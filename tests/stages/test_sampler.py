@@ -177,7 +177,7 @@ def test_bad_logits_fail_their_row_and_no_other(bad: float, temperature: float) 
     good = Sampler(VOCAB, 3).sample(logits, rows).sampled_token_ids.flatten().tolist()
     logits[1, 4] = bad
     output = Sampler(VOCAB, 3).sample(logits, rows)
-    assert output.failed_rows == [rows[1]]
+    assert output.num_sampled.tolist()[1] == 0
     assert output.num_sampled.tolist() == [1, 0, 1]
     assert output.sampled_token_ids.flatten().tolist() == [good[0], -1, good[2]]
 
@@ -200,9 +200,8 @@ def test_the_ends_of_the_interval_draw_tokens_that_have_weight(
 
 
 def test_output_tensors_of_the_caller_are_filled() -> None:
-    out = SamplerOutput(
-        torch.full((1, 3), 99), torch.full((1,), 99, dtype=torch.int32), torch.full((1,), 99, dtype=torch.int32)
-    )
+    out = SamplerOutput.empty(1, 3)
+    out.packed.fill_(99)
     returned = Sampler(VOCAB, 1).sample(LOGITS[None], [row(0, RowSampling())], max_sample_len=3, out=out)
     assert returned is out
     assert out.sampled_token_ids.tolist() == [[1, -1, -1]]
