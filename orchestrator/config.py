@@ -173,8 +173,8 @@ class PipelineOptions:
         _DEVICE,
     )
     spin_us: int = _option(
-        200,
-        "how long the loop of a rank on a GPU looks for its progress before it sleeps, in microseconds",
+        10_000,
+        "how long the loop of a rank on a GPU looks for its progress before it sleeps, in microseconds; takes a core meanwhile",
         _parse_whole,
         _between(0, 10_000_000),
     )

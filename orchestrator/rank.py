@@ -186,10 +186,10 @@ class RankWorker:
             await self._waker.reached(work.end)
             if operation.kind == "forward":
                 self._send_result(step)
-                step.stage_seconds = (work.end.reached_at_ns - work.start.reached_at_ns) / 1e9
-            self._recorder.record(
-                Span(step.plan.step_id, operation.kind, operation.peer, work.start.reached_at_ns, work.end.reached_at_ns)
-            )
+                step.stage_seconds = work.end.seconds_since(work.start)
+            end_ns = work.end.reached_at_ns
+            start_ns = end_ns - round(work.end.seconds_since(work.start) * 1e9)
+            self._recorder.record(Span(step.plan.step_id, operation.kind, operation.peer, start_ns, end_ns))
         except Exception as exc:  # noqa: BLE001  the task's edge: whatever ended the work is reported
             # At once: what else this step enqueued may wait for a peer that now gets nothing.
             self._report_failure(step, exc)

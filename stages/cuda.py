@@ -105,16 +105,20 @@ class CudaDevice(Poller):
         """After every stream was closed. Leaves the device's context, which torch uses, alone."""
         for stream in list(self._streams):
             stream.close()
+        if not self._page:
+            return
         self.last_found = None
         self._event_times.forget()
-        while self._events:
-            self.driver.destroy_event(self._events.pop())
-        self.free_retired()
-        if self._page:
+        page, self._page = self._page, 0
+        self._words.release()
+        try:
+            while self._events:
+                self.driver.destroy_event(self._events.pop())
+            self.free_retired()
             self.driver.destroy_stream(self.rescue)
-            self._words.release()
-            self.driver.free_host(self._page)
-            self._page = 0
+            self.driver.free_host(page)
+        except CudaError:
+            pass  # the context is gone, and what lived in it with it
 
     def retire(self, *addresses: int) -> None:
         """Memory that peers may still write to: freed by ``free_retired``, once they have stopped."""

@@ -251,6 +251,20 @@ def test_arming_a_broken_device_fails_its_streams(emulated: CudaDevice) -> None:
     stream.close()
 
 
+def test_a_broken_device_closes_quietly() -> None:
+    with emulation() as emulated:
+        device = emulated.device()
+        stream = device.stream("a")
+        reach(stream.record())
+        emulated.driver.wait_value64(stream.handle, device.driver.alloc(256), 1)
+        stuck = stream.record()
+        emulated.fail(ILLEGAL_ADDRESS)
+        device.close()
+        device.close()
+        with pytest.raises(CudaError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+            stuck.is_reached()
+
+
 def test_a_check_is_made_once_and_what_it_raises_fails_the_stream(device: CudaDevice) -> None:
     stream, checked = device.stream("a"), list[int]()
     good, bad = stream.record(), stream.record()
