@@ -35,7 +35,7 @@ def one_way(sides: list[Side], exchange: Exchange, hops: int, rounds: int) -> di
                 started = time.perf_counter_ns()
                 if side.rank == 0:
                     if hop == 0:
-                        gate = _close_gate(side)
+                        gate = close_gate(side)
                         start = side.compute.record()
                     side.send(side.step_id + hop)
                     received = side.receive(side.step_id + hop)
@@ -50,7 +50,7 @@ def one_way(sides: list[Side], exchange: Exchange, hops: int, rounds: int) -> di
         exchange("enqueued")
         if first is not None and start is not None:
             end = first.compute.record()
-            _open_gate(first, gate)
+            open_gate(gate)
             await_idle(first.device, first.compute)
             gpu.append(first.driver.elapsed_ms(start.event, end.event) * 1e3 / (2 * hops))
         for side in sides:
@@ -75,7 +75,7 @@ def raw_one_way(sides: list[Side], exchange: Exchange, hops: int, rounds: int, n
                 assert receiver is not None
                 handle, seq = side.compute.handle, side.raw_seq + hop
                 if side.rank == 0 and hop == 0:
-                    gate = _close_gate(side)
+                    gate = close_gate(side)
                     start = side.compute.record()
                 if side.rank == 1:
                     side.driver.wait_value64(handle, receiver.memory, counter_word(1, seq + 1))
@@ -89,7 +89,7 @@ def raw_one_way(sides: list[Side], exchange: Exchange, hops: int, rounds: int, n
             side.raw_seq += hops
             if side.rank == 0 and start is not None:
                 end = side.compute.record()
-                _open_gate(side, gate)
+                open_gate(gate)
                 await_idle(side.device, side.compute)
                 gpu.append(side.driver.elapsed_ms(start.event, end.event) * 1e3 / (2 * hops))
         for side in sides:
@@ -105,7 +105,7 @@ def streaming(sides: list[Side], exchange: Exchange, count: int, rounds: int) ->
     rates: list[float] = []
     for _ in range(rounds):
         points: list[Any] = []
-        gates = [_close_gate(side) for side in sides if side.rank == 0]
+        gates = [close_gate(side) for side in sides if side.rank == 0]
         for i in range(count):
             for side in sides:
                 if side.rank == 0:
@@ -118,7 +118,7 @@ def streaming(sides: list[Side], exchange: Exchange, count: int, rounds: int) ->
         for side in sides:
             side.step_id += count
             if side.rank == 0:
-                _open_gate(side, gates[0])
+                open_gate(gates[0])
         for side in sides:
             await_idle(side.device, side.compute)
             if side.rank == 1:
@@ -136,12 +136,12 @@ def raw_streaming(sides: list[Side], exchange: Exchange, count: int, rounds: int
             num_bytes = side.num_rows * ROW_BYTES
             source = side.driver.alloc(num_bytes + SLOT_HEADER_BYTES)
             for _ in range(rounds):
-                gate = _close_gate(side)
+                gate = close_gate(side)
                 start = side.compute.record()
                 for i in range(count):
                     side.driver.memcpy_async(sender.slot(i), source, num_bytes, side.compute.handle)
                 end = side.compute.record()
-                _open_gate(side, gate)
+                open_gate(gate)
                 await_idle(side.device, side.compute)
                 rates.append(num_bytes * count / side.driver.elapsed_ms(start.event, end.event) / 1e6)
             side.driver.free(source)
@@ -149,18 +149,18 @@ def raw_streaming(sides: list[Side], exchange: Exchange, count: int, rounds: int
     return {"rate": rates}
 
 
-def _close_gate(side: Side) -> int:
+def close_gate(side: Side) -> int:
     gate = side.driver.alloc_host(64)
     ctypes.c_uint64.from_address(gate).value = 0
     side.driver.wait_value64(side.compute.handle, gate, 1)
     return gate
 
 
-def _open_gate(side: Side, gate: int) -> None:
+def open_gate(gate: int) -> None:
     ctypes.c_uint64.from_address(gate).value = 1
 
 
-def _merged(results: list[dict[str, Any]], key: str) -> list[float]:
+def merged(results: list[dict[str, Any]], key: str) -> list[float]:
     return [value for result in results for value in result.get(key, [])]
 
 
@@ -178,20 +178,20 @@ def main() -> None:
         flag = on_both_sides(raw_one_way, hops, ROUNDS, 0, num_bytes=size)
         streamed = on_both_sides(streaming, STREAMED if size <= 16 << 20 else 12, ROUNDS, num_bytes=size)
         bare = on_both_sides(raw_streaming, STREAMED if size <= 16 << 20 else 12, ROUNDS, num_bytes=size)
-        one, floor = percentile(_merged(ours, "gpu")[1:], 0.5), percentile(_merged(raw, "gpu")[1:], 0.5)
-        rate, bare_rate = percentile(_merged(streamed, "rate")[1:], 0.5), percentile(_merged(bare, "rate")[1:], 0.5)
+        one, floor = percentile(merged(ours, "gpu")[1:], 0.5), percentile(merged(raw, "gpu")[1:], 0.5)
+        rate, bare_rate = percentile(merged(streamed, "rate")[1:], 0.5), percentile(merged(bare, "rate")[1:], 0.5)
         rows.append(
             {
                 "bytes": size,
                 "one way us": one,
                 "raw copy + flag us": floor,
                 "ratio": one / floor,
-                "flag us": percentile(_merged(flag, "gpu")[1:], 0.5),
+                "flag us": percentile(merged(flag, "gpu")[1:], 0.5),
                 "streaming GB/s": rate,
                 "raw copies GB/s": bare_rate,
                 "share": rate / bare_rate,
-                "CPU send+recv us p50": percentile(_merged(ours, "cpu"), 0.5),
-                "p99": percentile(_merged(ours, "cpu"), 0.99),
+                "CPU send+recv us p50": percentile(merged(ours, "cpu"), 0.5),
+                "p99": percentile(merged(ours, "cpu"), 0.99),
             }
         )
     show("A stage boundary", rows)

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from stages.kernels import Kernels
 from stages.plan import Offer, Setup
 from stages.transport.copy_engine import nvlink_peers
 from stages.transport.memory import MemoryHub
-from tests.emulated_cuda import the_emulation
+from tests.emulated_cuda import Emulation
 from tests.served_engine import Sizes, serving_engine
 
 
@@ -63,19 +63,20 @@ async def _serve_rank(
 
 
 def emulated_gpu(ordinal: int) -> Gpu:
-    emulated = the_emulation()
+    """For one thread: it shares nothing of Python's with those of other ranks."""
+    emulated = Emulation()
     return Gpu(emulated.device(ordinal), torch.device("cpu"), Kernels(emulated.driver))
 
 
-def slice_loader(slices: Sequence[Slice], num_blocks: int, is_on_gpu: bool = False) -> LoadRank:
-    """A loader that serves given slices, each with a KV pool of ``num_blocks``; ``is_on_gpu`` on emulated GPUs."""
+def slice_loader(slices: Sequence[Slice], num_blocks: int, open_gpu: Callable[[int], Gpu] | None = None) -> LoadRank:
+    """A loader that serves given slices, each with a KV pool of ``num_blocks``; on the GPU that ``open_gpu`` gives a rank."""
 
     def load(setup: Setup, hub: MemoryHub | None) -> tuple[RankAssembly, Offer]:
         if setup.cpus:
             os.sched_setaffinity(0, setup.cpus)
         torch.set_num_threads(setup.num_threads)
         slice_ = slices[setup.rank]
-        gpu = emulated_gpu(setup.rank) if is_on_gpu else None
+        gpu = None if open_gpu is None else open_gpu(setup.rank)
         offer = Offer(
             host_id=host_id(),
             process_id=os.getpid(),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from orchestrator.config import PipelineOptions
 from orchestrator.control import Channel
 from orchestrator.engine import Engine
-from orchestrator.pipeline import PipelineConfig, assemble
+from orchestrator.pipeline import Pipeline, PipelineConfig, assemble
 from orchestrator.request import ServedModel
 from orchestrator.scheduler import Scheduler, SchedulerConfig
 from stages.plan import Setup
@@ -31,10 +31,19 @@ async def serving_engine(
     channels: Mapping[int, Channel], vocab_size: int, transport: str, sizes: Sizes, cpu_binding: str = "none"
 ) -> AsyncIterator[tuple[Engine, asyncio.Task[None]]]:
     """An engine over ranks that wait for their Setup at the other end of ``channels``; drains them at the end."""
-    engine = Engine()
-    pipeline = await assemble(
+    pipeline = await assemble_ranks(channels, transport, sizes, cpu_binding)
+    try:
+        async with engine_over(pipeline, vocab_size, sizes) as engine_and_serving:
+            yield engine_and_serving
+    finally:
+        for channel in channels.values():
+            await channel.aclose()
+
+
+async def assemble_ranks(channels: Mapping[int, Channel], transport: str, sizes: Sizes, cpu_binding: str = "none") -> Pipeline:
+    return await assemble(
         channels,
-        [_setup(rank, len(channels), sizes, cpu_binding) for rank in range(len(channels))],
+        [setup_for(rank, len(channels), sizes, cpu_binding) for rank in range(len(channels))],
         PipelineConfig(
             wanted_transport=transport,
             max_num_seqs=sizes.max_num_seqs,
@@ -44,9 +53,15 @@ async def serving_engine(
             ring_slots=sizes.ring_slots,
         ),
     )
+
+
+@asynccontextmanager
+async def engine_over(pipeline: Pipeline, vocab_size: int, sizes: Sizes) -> AsyncIterator[tuple[Engine, asyncio.Task[None]]]:
+    """Ends with the ranks drained, or, when one was lost, as the engine left the others."""
+    engine = Engine()
     scheduler = Scheduler(
         SchedulerConfig(
-            num_stages=len(channels),
+            num_stages=len(pipeline.channels),
             lane_depth=pipeline.limits.lane_depth,
             max_num_seqs=sizes.max_num_seqs,
             max_num_batched_tokens=sizes.max_num_batched_tokens,
@@ -55,6 +70,7 @@ async def serving_engine(
             block_size=sizes.block_size,
             max_waiting=sizes.max_waiting,
             eos_token_ids=sizes.eos_token_ids,
+            epoch=pipeline.epoch,
         )
     )
     served = ServedModel(
@@ -76,11 +92,9 @@ async def serving_engine(
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
-        for channel in channels.values():
-            await channel.aclose()
 
 
-def _setup(rank: int, world_size: int, sizes: Sizes, cpu_binding: str) -> Setup:
+def setup_for(rank: int, world_size: int, sizes: Sizes, cpu_binding: str = "none") -> Setup:
     return Setup(
         rank=rank,
         world_size=world_size,

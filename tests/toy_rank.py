@@ -6,10 +6,11 @@ Every forward takes ``SECONDS`` in all. ``DEVICE`` is ``cpu``, or ``emulated`` f
 import sys
 
 from orchestrator.rank_main import main
-from tests.local_pipeline import slice_loader
+from tests.local_pipeline import emulated_gpu, slice_loader
 from tests.served_engine import Sizes
 from tests.toy_model import toy_slices
 
 if __name__ == "__main__":
     slices = toy_slices(int(sys.argv[1]), forward_seconds=float(sys.argv[2]))
-    sys.exit(main(sys.argv[4:], slice_loader(slices, Sizes().num_blocks, is_on_gpu=sys.argv[3] == "emulated")))
+    open_gpu = emulated_gpu if sys.argv[3] == "emulated" else None
+    sys.exit(main(sys.argv[4:], slice_loader(slices, Sizes().num_blocks, open_gpu)))
