@@ -16,6 +16,17 @@ from orchestrator.scheduler import Scheduler
 from stages.errors import ControlError, RankLost, StageFailed, StagewireError, one_line
 from stages.plan import Drain, Drained, EndEpoch, RankFailed, StepDone, StepPlan, StepResult, encode, plan_hash
 
+# After --step-timeout without progress whoever can still let go of an epoch does so within milliseconds.
+DRAIN_SECONDS = 0.5
+
+
+class _NoProgress(StagewireError):
+    """No rank made progress on step ``step_id`` for --step-timeout."""
+
+    def __init__(self, step_id: int, seconds: float) -> None:
+        super().__init__(f"no progress on step {step_id} for {seconds:g} s (--step-timeout)")
+        self.step_id = step_id
+
 
 class Engine:
     """Serves requests over one pipeline. All methods are called from one loop.
@@ -86,6 +97,8 @@ class Engine:
             cause = _first_cause(group)
             self.state = EngineState.FAILED  # from here on no result is taken
             self._close_epoch(cause)
+            if isinstance(cause, _NoProgress):
+                cause = StageFailed(await self._find_stuck_rank(cause.step_id), str(cause))
             self._fail_all(cause if isinstance(cause, StagewireError) else StageFailed(-1, "the engine failed"))
             raise cause from None
 
@@ -97,15 +110,26 @@ class Engine:
             # What the first steps take is up to --start-timeout: they load what later ones find.
             if self.state is EngineState.STARTING or not self._unfinished or loop.time() - self._progress_at < timeout:
                 continue
-            step_id = min(self._unfinished)
-            rank = min(self._unfinished[step_id][1])
-            raise StageFailed(rank, f"no progress on step {step_id} for {timeout:g} s (--step-timeout)")
+            raise _NoProgress(min(self._unfinished), timeout)
 
     def _close_epoch(self, cause: BaseException) -> None:
         """Have every rank that is left break its waits and let go of its links."""
         for channel in self._channels:
             with suppress(ControlError):  # that one is gone
                 channel.send(EndEpoch(self._epoch, one_line(cause)))
+
+    async def _find_stuck_rank(self, step_id: int) -> int:
+        """The rank that held up a step, its epoch being closed: all wait for it, also those before it, which get its tokens.
+
+        The first that does not let go of the epoch, or, when all do, the first that has not finished the step.
+        """
+        waits: list[asyncio.Task[None]] = []
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_SECONDS), asyncio.TaskGroup() as tasks:
+                for rank, channel in enumerate(self._channels):
+                    waits.append(tasks.create_task(_drained(channel), name=f"end of epoch on rank {rank}"))
+        stuck = [rank for rank, wait in enumerate(waits) if wait.cancelled()]
+        return stuck[0] if stuck else min(self._unfinished[step_id][1])
 
     async def probe(self) -> None:
         """Send one short request through every boundary and back; the pipeline works when this returns."""
@@ -246,6 +270,13 @@ class Engine:
         if not missing:
             del self._unfinished[done.step_id]
             self._pump()
+
+
+async def _drained(channel: Channel) -> None:
+    """Return when a rank has let go of its epoch, or is gone."""
+    with suppress(ControlError):
+        while not isinstance(await channel.receive(), Drained | RankFailed):
+            pass
 
 
 def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:

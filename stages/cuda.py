@@ -11,6 +11,7 @@ All of this belongs to the one thread that enqueues: a rank with a GPU has no ot
 import ctypes
 import time
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
@@ -202,6 +203,7 @@ class CudaStream(Stream):
         self._area, self.word_index = device.take_area()
         self._ops = memory_ops([MemoryOp.write(0, 0), MemoryOp.write(self._area, 0)])
         self._awaited: list[CudaPoint] = []  # Points that have callbacks, in their order
+        self._checks: deque[tuple[int, Callable[[], None]]] = deque()  # those of the steps in flight, in their order
         self.awaited_sequence = 0  # of the first of them
         self._armed_sequence = 0
         self._is_closed = False
@@ -294,6 +296,20 @@ class CudaStream(Stream):
         """Whether the time that a kernel stamped is still there: it is written over after a while."""
         return not self._is_closed and self._sequence - point.sequence < _NUM_STAMPS
 
+    def add_check(self, point: "CudaPoint", check: Callable[[], None]) -> None:
+        assert not self._checks or self._checks[-1][0] <= point.sequence, "checks are made in the stream's order"
+        self._checks.append((point.sequence, check))
+
+    def run_checks(self, sequence: int) -> None:
+        """Those of the Points up to ``sequence``, all of which are reached."""
+        while self._checks and self._checks[0][0] <= sequence:
+            _, check = self._checks.popleft()
+            if self.error is None:
+                try:
+                    check()
+                except Exception as exc:  # noqa: BLE001  kept, and raised by this Point and every later one
+                    self.fail(exc)
+
     def add_callback(self, point: "CudaPoint", fn: DoneCallback) -> None:
         if point.callbacks:
             point.callbacks.append(fn)
@@ -355,8 +371,6 @@ class CudaStream(Stream):
 
 
 class CudaPoint(Point):
-    """``check``, when set, is called once when the Point is found reached; what it raises fails the stream and this Point."""
-
     __slots__ = (
         "_device_ns",
         "_error",
@@ -364,7 +378,6 @@ class CudaPoint(Point):
         "_reached_at_ns",
         "_seen_ns",
         "callbacks",
-        "check",
         "sequence",
         "stamp_index",
         "stream",
@@ -375,7 +388,6 @@ class CudaPoint(Point):
         self.sequence = sequence
         self.stamp_index = 0
         self._event = event
-        self.check: Callable[[], None] | None = None
         self.callbacks: list[DoneCallback] = []  # kept by the stream
         self._error: BaseException | None = None
         self._seen_ns = 0  # when it was found reached or failed
@@ -431,6 +443,11 @@ class CudaPoint(Point):
     def remove_done_callback(self, fn: DoneCallback) -> None:
         self.stream.remove_callback(self, fn)
 
+    def set_check(self, check: Callable[[], None]) -> None:
+        """Have ``check`` called once, before this Point or any later one of its stream is found reached. What it raises fails
+        the stream, and them. Points of a stream are given their checks in order."""
+        self.stream.add_check(self, check)
+
     @property
     def reached_at_ns(self) -> int:
         if self._seen_ns == 0:
@@ -448,16 +465,10 @@ class CudaPoint(Point):
 
     def _look(self) -> None:
         is_past = self.stream.progress >= self.sequence  # before the error, which is set before the stream goes on
-        if self.stream.error is not None:  # also when it was passed since: what a broken wait let through is no result
-            self._error = self.stream.error
-        elif is_past and self.check is not None:
-            try:
-                self.check()
-            except Exception as exc:  # noqa: BLE001  kept, and raised by this Point and every later one
-                self._error = exc
-                self.stream.fail(exc)
+        if is_past:
+            self.stream.run_checks(self.sequence)
+        self._error = self.stream.error  # also when it was passed since: what a broken wait let through is no result
         if is_past or self._error is not None:
-            self.check = None  # and what it keeps alive
             self._seen_ns = time.perf_counter_ns()
 
 

@@ -183,7 +183,7 @@ def _truncated(weights: torch.Tensor, samplings: Sequence[RowSampling]) -> torch
 def _nucleus_thresholds(weights: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     """For each row the least weight among the fewest largest that make up its share ``[n]`` of the row's sum."""
     wanted = weights.sum(dim=1) * shares
-    if weights.is_cuda:  # sorted at once: to look at a few first would mean to wait for what they add up to
+    if not weights.is_cpu:  # sorted at once: to look at a few first would mean to wait for what they add up to
         return _least_of(weights.sort(dim=1, descending=True).values, wanted)
     num_candidates = min(NUM_NUCLEUS_CANDIDATES, weights.shape[1])
     largest = weights.topk(num_candidates, dim=1).values

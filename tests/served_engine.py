@@ -44,21 +44,27 @@ async def assemble_ranks(channels: Mapping[int, Channel], transport: str, sizes:
     return await assemble(
         channels,
         [setup_for(rank, len(channels), sizes, cpu_binding) for rank in range(len(channels))],
-        PipelineConfig(
-            wanted_transport=transport,
-            max_num_seqs=sizes.max_num_seqs,
-            max_num_batched_tokens=sizes.max_num_batched_tokens,
-            max_model_len=sizes.max_model_len,
-            is_max_model_len_given=True,
-            ring_slots=sizes.ring_slots,
-        ),
+        pipeline_config(transport, sizes),
+    )
+
+
+def pipeline_config(transport: str, sizes: Sizes) -> PipelineConfig:
+    return PipelineConfig(
+        wanted_transport=transport,
+        max_num_seqs=sizes.max_num_seqs,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        max_model_len=sizes.max_model_len,
+        is_max_model_len_given=True,
+        ring_slots=sizes.ring_slots,
     )
 
 
 @asynccontextmanager
-async def engine_over(pipeline: Pipeline, vocab_size: int, sizes: Sizes) -> AsyncIterator[tuple[Engine, asyncio.Task[None]]]:
+async def engine_over(
+    pipeline: Pipeline, vocab_size: int, sizes: Sizes, step_timeout_seconds: float = 10.0
+) -> AsyncIterator[tuple[Engine, asyncio.Task[None]]]:
     """Ends with the ranks drained, or, when one was lost, as the engine left the others."""
-    engine = Engine()
+    engine = Engine(step_timeout_seconds)
     scheduler = Scheduler(
         SchedulerConfig(
             num_stages=len(pipeline.channels),

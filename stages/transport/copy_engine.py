@@ -118,7 +118,7 @@ class CopyEngineTransport(BoundaryTransport):
         sender.wait_free(stream, output.seq)
         stream.wait(ready)
         sent = output.is_free = sender.copy(stream, output.seq, output.address, SLOT_HEADER_BYTES + self._num_bytes)
-        sent.check = self._verdict_check(step.step_id)
+        sent.set_check(self._verdict_check(step.step_id))
         return sent
 
     def recv(self, pp_group: PPGroup) -> IntermediateTensors:
@@ -134,12 +134,12 @@ class CopyEngineTransport(BoundaryTransport):
         ready = self._boundary_kernel(receiver.slot(seq), self._header_bytes(step, seq), output)
         views = self._in_views[seq % len(self._in_views)].of(step.num_tokens)
         if self._persistent is None:
-            ready.check = self._verdict_check(step.step_id)
+            ready.set_check(self._verdict_check(step.step_id))
             return IntermediateTensors(views, ready, self._credit(receiver, seq))
         kept = {name: self._persistent[name][: step.num_tokens] for name in views}
         self._compute.launch(lambda: _copy_all(kept, list(views.values())))
         ready = self._compute.record()
-        ready.check = self._verdict_check(step.step_id)
+        ready.set_check(self._verdict_check(step.step_id))
         receiver.release(self._compute, seq)
         return IntermediateTensors(kept, ready)
 

@@ -95,7 +95,7 @@ class CopyEngineTokenSender(_CopyEngineHandler):
             progress,
         )
         step_id = self._messages.step_id
-        point.check = lambda: links.check_report(step_id)
+        point.set_check(lambda: links.check_report(step_id))
         return point
 
     def maybe_receive_sampled_tokens(self, num_reqs: int, max_sample_len: int = 1) -> None:
@@ -146,7 +146,7 @@ class CopyEngineTokenReceiver(_CopyEngineHandler):
         receiver.release(stream, seq)
         ready = stream.record()
         step_id = self._messages.step_id
-        ready.check = lambda: links.check_report(step_id)
+        ready.set_check(lambda: links.check_report(step_id))
         packed = bytes_at(address, max(token_slot_bytes(num_reqs, max_sample_len), 1), links.torch_device)
         return SampledTokens(unpack_tokens(packed, num_reqs, max_sample_len), ready)
 

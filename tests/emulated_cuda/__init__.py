@@ -37,7 +37,7 @@ class Operation(IntEnum):
 def build() -> str:
     """The path of the compiled library. Safe when several processes build it at once."""
     digest = hashlib.sha256(SOURCE.read_bytes() + KERNELS.read_bytes()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"stagewire-emulated-cuda-{os.getuid()}"
+    folder = Path(tempfile.gettempdir()) / f"emulated-cuda-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     library = folder / f"{digest}.so"
     if not library.exists():

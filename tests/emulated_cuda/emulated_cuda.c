@@ -41,12 +41,21 @@ static void sleep_us(long us) {
 
 // ---- streams ------------------------------------------------------------------------------------------------------------
 
-struct Event {
-    _Atomic uint64_t target; // the newest record
-    _Atomic uint64_t done;   // the newest record that was reached
-    _Atomic int64_t done_ns;
-    struct Event *next;
+// What an event stands for since it was recorded last. Streams that wait keep theirs when the event is recorded anew.
+struct Record {
+    _Atomic int num_users;
+    _Atomic int is_done;
+    int64_t done_ns; // set before is_done
 };
+
+struct Event {
+    struct Record *newest; // NULL: never recorded
+};
+
+static void drop(struct Record *record) {
+    if (record && --record->num_users == 0)
+        free(record);
+}
 
 struct Kernel;
 struct Operation {
@@ -92,15 +101,14 @@ static void run(struct Operation *op, unsigned *seed, struct Stream *stream) {
     int round = 0;
     switch (op->kind) {
     case RECORD: {
-        struct Event *event = op->pointer;
-        event->done_ns = now_ns();
-        if (event->done < op->a)
-            event->done = op->a;
+        struct Record *record = op->pointer;
+        record->done_ns = (int64_t)now_ns();
+        record->is_done = 1;
         break;
     }
     case WAIT_EVENT: {
-        struct Event *event = op->pointer;
-        while (event->done < op->a && !sticky_error)
+        struct Record *record = op->pointer;
+        while (!record->is_done && !sticky_error)
             rest(&round);
         break;
     }
@@ -162,15 +170,13 @@ static void *work(void *argument) {
         }
         if (!sticky_error)
             run(op, &seed, stream);
+        if (op->kind == RECORD || op->kind == WAIT_EVENT)
+            drop(op->pointer);
         free(op);
     }
 }
 
-static CUresult put(struct Stream *stream, struct Operation value, const void *parameters, size_t num_bytes) {
-    if (sticky_error)
-        return sticky_error;
-    if (!stream)
-        return INVALID_HANDLE;
+static void append(struct Stream *stream, struct Operation value, const void *parameters, size_t num_bytes) {
     struct Operation *op = malloc(sizeof *op + num_bytes);
     *op = value;
     if (num_bytes)
@@ -184,6 +190,14 @@ static CUresult put(struct Stream *stream, struct Operation value, const void *p
     stream->last = op;
     pthread_cond_signal(&stream->changed);
     pthread_mutex_unlock(&stream->lock);
+}
+
+static CUresult put(struct Stream *stream, struct Operation value, const void *parameters, size_t num_bytes) {
+    if (sticky_error)
+        return sticky_error;
+    if (!stream)
+        return INVALID_HANDLE;
+    append(stream, value, parameters, num_bytes);
     return SUCCESS;
 }
 
@@ -210,11 +224,8 @@ CUresult cuStreamCreateWithPriority(struct Stream **out, unsigned flags, int pri
 }
 
 CUresult cuStreamDestroy_v2(struct Stream *stream) {
-    int error = sticky_error;
-    sticky_error = 0; // its thread ends either way
-    CUresult result = PUT(stream, .kind = END);
-    sticky_error = error;
-    return error ? error : result;
+    append(stream, (struct Operation){.kind = END}, NULL, 0); // after an error too
+    return sticky_error;
 }
 
 CUresult cuStreamQuery(struct Stream *stream) {
@@ -236,10 +247,6 @@ CUresult cuStreamSynchronize(struct Stream *stream) {
 CUresult cuStreamIsCapturing(struct Stream *stream, int *status) {
     *status = stream->is_capturing;
     return sticky_error;
-}
-
-CUresult cuStreamWaitEvent(struct Stream *stream, struct Event *event, unsigned flags) {
-    return PUT(stream, .kind = WAIT_EVENT, .pointer = event, .a = event->target);
 }
 
 CUresult cuStreamWaitValue64_v2(struct Stream *stream, CUdeviceptr address, uint64_t value, unsigned flags) {
@@ -289,49 +296,78 @@ CUresult cuLaunchHostFunc(struct Stream *stream, void (*function)(void *), void 
 
 // ---- events -------------------------------------------------------------------------------------------------------------
 
-static struct Event *unused_events; // never freed: streams may still refer to them
 static pthread_mutex_t events_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static struct Record *newest_record(struct Event *event) { // for the caller to drop
+    pthread_mutex_lock(&events_lock);
+    struct Record *record = event->newest;
+    if (record)
+        record->num_users++;
+    pthread_mutex_unlock(&events_lock);
+    return record;
+}
+
+static void set_newest_record(struct Event *event, struct Record *record) {
+    pthread_mutex_lock(&events_lock);
+    struct Record *before = event->newest;
+    event->newest = record;
+    pthread_mutex_unlock(&events_lock);
+    drop(before);
+}
 
 CUresult cuEventCreate(struct Event **out, unsigned flags) {
     if (sticky_error)
         return sticky_error;
-    pthread_mutex_lock(&events_lock);
-    struct Event *event = unused_events;
-    if (event)
-        unused_events = event->next;
-    pthread_mutex_unlock(&events_lock);
-    *out = event ? event : calloc(1, sizeof *event);
+    *out = calloc(1, sizeof **out);
     return SUCCESS;
 }
 
 CUresult cuEventDestroy_v2(struct Event *event) {
-    pthread_mutex_lock(&events_lock);
-    event->next = unused_events;
-    unused_events = event;
-    pthread_mutex_unlock(&events_lock);
+    set_newest_record(event, NULL);
+    free(event);
     return sticky_error;
 }
 
 CUresult cuEventRecord(struct Event *event, struct Stream *stream) {
-    if (sticky_error)
+    struct Record *record = calloc(1, sizeof *record);
+    record->num_users = 2; // the event and the operation
+    CUresult result = PUT(stream, .kind = RECORD, .pointer = record);
+    if (result)
+        free(record);
+    else
+        set_newest_record(event, record);
+    return result;
+}
+
+CUresult cuStreamWaitEvent(struct Stream *stream, struct Event *event, unsigned flags) {
+    struct Record *record = newest_record(event);
+    if (!record)
         return sticky_error;
-    uint64_t target = ++event->target;
-    return PUT(stream, .kind = RECORD, .pointer = event, .a = target);
+    CUresult result = PUT(stream, .kind = WAIT_EVENT, .pointer = record);
+    if (result)
+        drop(record);
+    return result;
 }
 
 CUresult cuEventQuery(struct Event *event) {
     if (sticky_error)
         return sticky_error;
-    return event->done >= event->target ? SUCCESS : NOT_READY;
+    struct Record *record = newest_record(event);
+    CUresult result = !record || record->is_done ? SUCCESS : NOT_READY;
+    drop(record);
+    return result;
 }
 
 CUresult cuEventElapsedTime(float *ms, struct Event *start, struct Event *end) {
     if (sticky_error)
         return sticky_error;
-    if (start->done < start->target || end->done < end->target)
-        return NOT_READY;
-    *ms = (float)((double)(int64_t)(end->done_ns - start->done_ns) * 1e-6);
-    return SUCCESS;
+    struct Record *from = newest_record(start), *to = newest_record(end);
+    CUresult result = !from || !to ? INVALID_HANDLE : from->is_done && to->is_done ? SUCCESS : NOT_READY;
+    if (result == SUCCESS)
+        *ms = (float)((double)(to->done_ns - from->done_ns) * 1e-6);
+    drop(from);
+    drop(to);
+    return result;
 }
 
 // ---- devices and memory -------------------------------------------------------------------------------------------------

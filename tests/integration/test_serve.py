@@ -290,6 +290,24 @@ def test_a_killed_rank_is_told_to_the_streams_and_ends_the_worker(own_worker: Wo
     assert named_leftovers() <= before
 
 
+def test_a_stuck_rank_is_lost_after_the_step_timeout(smollm2: ModelSource) -> None:
+    running = Worker("--dtype", "float32", "--step-timeout", "1").wait_ready()
+    try:
+        events = running.stream("Once upon a time", max_tokens=500)
+        next(events)
+        running.rank_processes()[1].suspend()
+        stopped_at = time.monotonic()
+        *_, error, done = list(events)
+        assert done == "[DONE]"
+        assert "stage 1 failed: no progress on step" in error["error"]["message"]
+        assert "for 1 s (--step-timeout)" in error["error"]["message"]
+        assert time.monotonic() - stopped_at < 5
+        assert running.wait() == 1
+        running.check_nothing_is_left()
+    finally:
+        running.kill()
+
+
 def test_a_killed_engine_breaks_the_connections_and_takes_its_ranks_along(own_worker: Worker) -> None:
     before = named_leftovers()
     events = own_worker.stream("A story:", max_tokens=4000)

@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 
 from stages.errors import ConfigError, CopyEngineUnavailable, TransportUnavailable
@@ -82,3 +83,29 @@ def test_an_explicit_choice_fails_with_the_rank_and_its_reason() -> None:
 def test_an_unknown_name_is_refused(wanted: str, hint: str, num_ranks: int) -> None:
     with pytest.raises(ConfigError, match=f"--pp-transport {wanted}: unknown transport; {hint}"):
         choose_transport([offer(HOST_RINGS)] * num_ranks, wanted)
+
+
+# ---- GPUs -------------------------------------------------------------------------------------------------------------
+
+
+def on_gpu(uuid: str, *peers: str) -> Offer:
+    transports = {"copy_engine": "", "nccl": "", "shared_memory": "computes on a GPU"}
+    return msgspec.structs.replace(offer(transports), device_uuid=uuid, nvlink_peers=list(peers))
+
+
+def test_the_copy_engine_needs_nvlink_between_ranks_that_talk() -> None:
+    ring = [on_gpu("A", "B", "C"), on_gpu("B", "A", "C"), on_gpu("C", "A", "B")]
+    assert choose_transport(ring, "auto")[0] == "copy_engine"
+    apart = [on_gpu("A", "B"), on_gpu("B", "A", "C"), on_gpu("C", "B")]  # tokens go from the last rank to the first
+    name, reason = choose_transport(apart, "auto")
+    assert name == "nccl"
+    assert "not copy_engine: rank 0: no NVLink between its GPU A and rank 2's C" in reason
+    with pytest.raises(CopyEngineUnavailable, match="--pp-transport copy_engine: rank 0: no NVLink"):
+        choose_transport(apart, "copy_engine")
+
+
+def test_two_ranks_on_one_gpu_do_the_copy_engine_and_not_nccl() -> None:
+    shared = [on_gpu("A"), on_gpu("A")]
+    assert choose_transport(shared, "auto")[0] == "copy_engine"
+    with pytest.raises(TransportUnavailable, match="--pp-transport nccl: rank 1: shares GPU A with rank 0"):
+        choose_transport(shared, "nccl")
