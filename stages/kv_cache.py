@@ -27,6 +27,9 @@ MAX_PADDING_BLOCKS = 32
 MAX_GATHER_BYTES = 64 << 20
 # Queries of a prefill chunk that attend at once: bounds the mask to this many rows, and skips most of the masked half.
 QUERIES_PER_CALL = 128
+# Attention on a GPU reads a mask in pieces of 16 bytes: its first element and its rows lie at multiples of this many elements.
+# One with other strides is copied in every layer; one that begins elsewhere, with such strides, is an invalid access.
+MASK_ALIGNMENT = 8
 
 
 class PagedKVCache:
@@ -64,7 +67,7 @@ class PagedKVCache:
         self._all_layers = self.memory.view(-1, num_blocks, block_size * head_dim)
         self._head_offsets = torch.arange(2 * num_kv_heads, device=device)[:, None] * num_blocks
         self._workspace = torch.empty(0, block_size * head_dim, dtype=dtype, device=device)
-        self._causal_mask = torch.empty(QUERIES_PER_CALL, 0, dtype=dtype, device=device)
+        self._causal_mask = torch.empty(0, 0, dtype=dtype, device=device)
         self._tables: dict[int, list[int]] = {}
 
     @staticmethod
@@ -156,9 +159,10 @@ class PagedKVCache:
         mask = None
         if any(row.context_len != context_len for row in rows):
             lengths = upload([row.context_len for row in rows], torch.int64, self.device)
-            mask = torch.zeros(len(rows), context_len, dtype=self.dtype, device=self.device)
-            mask.masked_fill_(torch.arange(context_len, device=self.device) >= lengths[:, None], float("-inf"))
-            mask = mask[:, None, None, :]
+            width = _aligned(context_len)
+            mask = torch.zeros(len(rows), 1, 1, width, dtype=self.dtype, device=self.device)
+            mask.masked_fill_(torch.arange(width, device=self.device) >= lengths[:, None, None, None], float("-inf"))
+            mask = mask[..., :context_len]
         padded = [block for row in rows for block in row.blocks + row.blocks[:1] * (num_blocks - len(row.blocks))]
         return _DecodeGroup(
             tokens=slice(first, first + len(rows))
@@ -185,16 +189,23 @@ class PagedKVCache:
     def _chunk_mask(self, start: int, num_queries: int) -> torch.Tensor:
         """``[num_queries, start + num_queries]``: query i sees the positions up to ``start + i``.
 
-        A view of one matrix that serves every start: the columns are counted from its right edge.
+        A view of one matrix that serves every start: the columns are counted from its right edge, to the nearest that is
+        aligned, and the rest goes down the rows.
         """
-        width = self._causal_mask.shape[1]
-        if start > width - QUERIES_PER_CALL:
-            width = start + 2 * QUERIES_PER_CALL + width // 2
-            mask = torch.zeros(QUERIES_PER_CALL, width, dtype=self.dtype, device=self.device)
-            limits = torch.arange(width - QUERIES_PER_CALL, width, device=self.device)[:, None]
+        num_rows, width = QUERIES_PER_CALL + MASK_ALIGNMENT - 1, self._causal_mask.shape[1]
+        if start > width - num_rows:
+            width = _aligned(start + 2 * QUERIES_PER_CALL + width // 2)
+            mask = torch.zeros(num_rows, width, dtype=self.dtype, device=self.device)
+            limits = torch.arange(width - num_rows, width, device=self.device)[:, None]
             self._causal_mask = mask.masked_fill_(torch.arange(width, device=self.device) > limits, float("-inf"))
-        left = width - QUERIES_PER_CALL - start
-        return self._causal_mask[:num_queries, left : left + start + num_queries]
+        last_left = width - num_rows - start
+        left = _aligned(last_left)
+        top = left - last_left
+        return self._causal_mask[top : top + num_queries, left : left + start + num_queries]
+
+
+def _aligned(num_elements: int) -> int:
+    return -(-num_elements // MASK_ALIGNMENT) * MASK_ALIGNMENT
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
 import math
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -176,6 +178,31 @@ def test_chunks_longer_than_one_call_and_masks_of_many_starts(chunk: int, monkey
     # A shorter start after a longer one: the mask that serves both is the same memory.
     assert contexts.run(contexts.rows((1, 0, 4, False))) < 2e-6
     assert contexts.run(contexts.rows((1, 4, 6, False))) < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_masks_lie_where_attention_on_a_gpu_can_read_them(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    masks: list[torch.Tensor] = []
+    attend = kv_cache.scaled_dot_product_attention
+
+    def keep_mask(*arguments: torch.Tensor, attn_mask: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+        if attn_mask is not None:
+            masks.append(attn_mask)
+        return attend(*arguments, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(kv_cache, "scaled_dot_product_attention", keep_mask)
+    contexts = Contexts(make_cache(1024, dtype=dtype))
+    starts = [0, 16, 19, 24, 27, 40, 41, 43, 400, 401, 406, 535]
+    for slot in (0, 1):
+        for start, end in pairwise(starts):
+            contexts.run(contexts.rows((slot, start, end - start, False)))
+        contexts.run(contexts.rows((slot + 2, 0, 3 + slot, False)))
+    contexts.run(contexts.rows((0, 535, 1, True), (2, 3, 1, True), (1, 535, 1, True), (3, 4, 1, True)))
+    assert len(masks) > 40
+    for mask in masks:
+        assert mask.data_ptr() % 16 == 0
+        assert mask.stride(-1) == 1
+        assert all(stride % 8 == 0 for stride in mask.stride()[:-1])
 
 
 def test_block_bytes_are_those_of_the_memory() -> None:
