@@ -190,6 +190,8 @@ class RankWorker:
             end_ns = work.end.reached_at_ns
             start_ns = end_ns - round(work.end.seconds_since(work.start) * 1e9)
             self._recorder.record(Span(step.plan.step_id, operation.kind, operation.peer, start_ns, end_ns))
+        except ChannelClosed:
+            raise  # there is nobody to report to
         except Exception as exc:  # noqa: BLE001  the task's edge: whatever ended the work is reported
             # At once: what else this step enqueued may wait for a peer that now gets nothing.
             self._report_failure(step, exc)

@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
@@ -51,7 +50,8 @@ from stages.plan import (
     StepResult,
 )
 from stages.topology import StageInfo
-from tests.integration.test_parity import PROMPTS, Case, model_slices, reference_tokens, run_prompts, sizes_for
+from tests.emulated_cuda import Operation, emulation
+from tests.integration.test_parity import BLOCK_SIZE, PROMPTS, Case, model_slices, reference_tokens, run_prompts, sizes_for
 from tests.local_pipeline import LocalPipeline, emulated_gpu, slice_loader
 from tests.served_engine import Sizes, assemble_ranks, engine_over, setup_for
 from tests.stages.model_factory import write_tiny_model
@@ -114,7 +114,7 @@ async def emulated_pipeline(slices: Sequence[Slice], sizes: Sizes | None = None)
 # ---- tokens -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_stages", "ring_slots"), [(2, 1), (2, 3), (3, 2), (4, 4)])
+@pytest.mark.parametrize(("num_stages", "ring_slots"), [(1, 3), (2, 1), (2, 3), (3, 2), (4, 4)])
 async def test_every_token_is_right(num_stages: int, ring_slots: int) -> None:
     """With fewer slots than stages hidden states are sent from streams of their own, else from the compute stream."""
     prompts = [[random.Random(i).randrange(1000) for _ in range(1 + i * 7)] for i in range(16)]
@@ -122,6 +122,27 @@ async def test_every_token_is_right(num_stages: int, ring_slots: int) -> None:
     async with emulated_pipeline(toy_slices(num_stages), sizes) as pipeline:
         answers = await asyncio.gather(*(pipeline.tokens(str(i), prompt) for i, prompt in enumerate(prompts)))
     assert answers == [toy_tokens(prompt, 16, num_stages) for prompt in prompts]
+
+
+ANY = (Operation.COPY, Operation.KERNEL, Operation.WAIT_EVENT, Operation.WRITE_VALUE, Operation.CALL)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "ring_slots", "late", "is_random"),
+    [(3, 1, ANY, True), (4, 4, ANY, True), (4, 3, (Operation.COPY,), False), (3, 3, (Operation.CALL,), False)],
+    ids=["anything in few slots", "anything", "copies", "forwards"],
+)
+async def test_tokens_are_right_whatever_is_late(
+    num_stages: int, ring_slots: int, late: Sequence[Operation], is_random: bool
+) -> None:
+    """What has no order by itself comes in another one: copies after the next forwards, say."""
+    delay_us = {"random_us": 3000} if is_random else {"fixed_us": 5000}
+    with emulation() as emulated:
+        async with emulated_pipeline(toy_slices(num_stages), Sizes(ring_slots=ring_slots)) as pipeline:
+            emulated.delay(*late, **delay_us)
+            answers = await asyncio.gather(*(pipeline.tokens(str(i), [i] * 9, max_tokens=12) for i in range(16)))
+            emulated.delay(*late)
+    assert answers == [toy_tokens([i] * 9, 12, num_stages) for i in range(16)]
 
 
 async def test_aborts_and_preemptions_leave_no_trace() -> None:
@@ -170,6 +191,24 @@ async def test_a_tiny_model(tiny: ModelSource, tiny_prompts: list[list[int]], ti
     async with emulated_pipeline(model_slices(tiny, case.num_stages), sizes) as pipeline:
         assert await run_prompts(pipeline, tiny_prompts, case.num_concurrent, 16) == tiny_wanted
         assert pipeline.engine.scheduler.num_preemptions > 0, "the pool was meant to be too small"
+
+
+async def test_a_slot_is_given_anew_while_a_token_of_its_last_owner_is_under_way(
+    tiny: ModelSource, tiny_prompts: list[list[int]], tiny_wanted: list[list[int]]
+) -> None:
+    """Few slots and many aborts: the next step of a request is under way when it is aborted, and its slot is taken at once."""
+    async with emulated_pipeline(model_slices(tiny, 3), Sizes(max_num_seqs=2, block_size=BLOCK_SIZE)) as pipeline:
+
+        async def abort(i: int) -> None:
+            params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+            async with aclosing(pipeline.engine.generate(f"aborted {i}", tiny_prompts[i], params)) as chunks:
+                await anext(chunks)
+
+        aborts = [abort(i) for i in range(8)]
+        answers = [pipeline.tokens(str(i), tiny_prompts[i], max_tokens=4, ignore_eos=True) for i in range(8)]
+        mixed = [work for pair in zip(aborts, answers, strict=True) for work in pair]
+        got = await asyncio.gather(*mixed)
+    assert got[1::2] == [tokens[:4] for tokens in tiny_wanted[:8]]
 
 
 # ---- work -------------------------------------------------------------------------------------------------------------
@@ -247,11 +286,13 @@ async def one_of(channel: Channel, *kinds: type[M]) -> M:
 
 
 async def end_epoch(pipeline: Pipeline, cause: str) -> None:
-    """All ranks let go of it; what they do not say before that is not finished."""
+    """All ranks let go of it, with no other step done."""
     for channel in pipeline.channels:
         channel.send(EndEpoch(pipeline.epoch, cause))
     for rank, channel in enumerate(pipeline.channels):
-        assert await one_of(channel, Drained) == Drained(pipeline.epoch, rank)
+        while isinstance(message := await one_of(channel, Drained, StepDone), StepDone):
+            assert message.error, "what a rank that let go sends to one that was not told yet is no message"
+        assert message == Drained(pipeline.epoch, rank)
 
 
 async def next_epoch(last: Pipeline) -> Pipeline:
@@ -365,7 +406,6 @@ async def lose_a_rank(pipeline: Pipeline, victim: int, process_id: int, sizes: S
         streams = [asyncio.create_task(one(engine, i)) for i in range(len(seen))]
         await is_under_way.wait()
         os.kill(process_id, signal.SIGKILL)
-        killed_at = time.perf_counter()
         for ended in await asyncio.gather(*streams, return_exceptions=True):
             assert isinstance(ended, StageFailed)
             assert ended.rank == victim
@@ -376,7 +416,6 @@ async def lose_a_rank(pipeline: Pipeline, victim: int, process_id: int, sizes: S
             while isinstance(message := await one_of(channel, Drained, StepDone, StepResult), StepDone | StepResult):
                 pass  # of steps that were done by then
             assert message == Drained(pipeline.epoch, rank)
-    assert time.perf_counter() - killed_at < 5
     assert seen == [toy_tokens([i], len(tokens), num_stages) for i, tokens in enumerate(seen)], "what came was right"
 
 
