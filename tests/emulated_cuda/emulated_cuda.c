@@ -25,6 +25,7 @@ enum Kind { RECORD, WAIT_EVENT, WAIT_VALUE, WRITE_VALUE, COPY, SET, HOST_FUNCTIO
 enum { NUM_DEVICES = 8, MAX_ALLOCATIONS = 4096, MAX_PARAMETERS = 1024 };
 
 static _Atomic int sticky_error;
+static _Atomic int num_errors; // what was enqueued before the last of them is never done, not even after a reset
 static _Atomic int latency_us[NUM_KINDS];        // fixed
 static _Atomic int random_latency_us[NUM_KINDS]; // up to
 static _Atomic int drop_every;
@@ -62,6 +63,7 @@ struct Operation {
     enum Kind kind;
     void *pointer;
     uint64_t a, b, c;
+    int num_errors;
     const struct Kernel *kernel;
     struct Operation *next;
     unsigned char parameters[];
@@ -92,6 +94,8 @@ static void rest(int *round) { // between looks at something that another stream
         sleep_us(*round < 256 ? 30 : *round < 512 ? 200 : 2000);
 }
 
+static int is_lost(struct Operation *op) { return sticky_error || op->num_errors != num_errors; }
+
 static void run(struct Operation *op, unsigned *seed, struct Stream *stream) {
     int random_us = random_latency_us[op->kind], us = latency_us[op->kind];
     if (random_us)
@@ -108,13 +112,13 @@ static void run(struct Operation *op, unsigned *seed, struct Stream *stream) {
     }
     case WAIT_EVENT: {
         struct Record *record = op->pointer;
-        while (!record->is_done && !sticky_error)
+        while (!record->is_done && !is_lost(op))
             rest(&round);
         break;
     }
     case WAIT_VALUE: {
         _Atomic uint64_t *word = (_Atomic uint64_t *)op->a;
-        while ((int64_t)(atomic_load(word) - op->b) < 0 && !sticky_error) {
+        while ((int64_t)(atomic_load(word) - op->b) < 0 && !is_lost(op)) {
             stream->waits_at = op->a;
             rest(&round);
         }
@@ -168,7 +172,7 @@ static void *work(void *argument) {
             free(stream);
             return NULL;
         }
-        if (!sticky_error)
+        if (!is_lost(op))
             run(op, &seed, stream);
         if (op->kind == RECORD || op->kind == WAIT_EVENT)
             drop(op->pointer);
@@ -179,6 +183,7 @@ static void *work(void *argument) {
 static void append(struct Stream *stream, struct Operation value, const void *parameters, size_t num_bytes) {
     struct Operation *op = malloc(sizeof *op + num_bytes);
     *op = value;
+    op->num_errors = num_errors;
     if (num_bytes)
         memcpy(op->parameters, parameters, num_bytes);
     num_operations[op->kind]++;
@@ -588,7 +593,10 @@ CUresult emulated_call(struct Stream *stream, void (*function)(void *), void *ar
 }
 
 // Every call, query and wait fails with `error` from now on, and no host function is called any more. 0 ends that.
-void emulated_set_error(int error) { sticky_error = error; }
+void emulated_set_error(int error) {
+    sticky_error = error;
+    num_errors += error != 0;
+}
 void emulated_set_latency(int kind, int fixed_us, int random_us) {
     latency_us[kind] = fixed_us;
     random_latency_us[kind] = random_us;
