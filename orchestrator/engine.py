@@ -95,7 +95,6 @@ class Engine:
                 watching.cancel()
         except BaseExceptionGroup as group:
             cause = _first_cause(group)
-            self.state = EngineState.FAILED  # from here on no result is taken
             self._close_epoch(cause)
             if isinstance(cause, _NoProgress):
                 cause = StageFailed(await self._find_stuck_rank(cause.step_id), str(cause))
@@ -110,6 +109,7 @@ class Engine:
             # What the first steps take is up to --start-timeout: they load what later ones find.
             if self.state is EngineState.STARTING or not self._unfinished or loop.time() - self._progress_at < timeout:
                 continue
+            self.state = EngineState.FAILED
             raise _NoProgress(min(self._unfinished), timeout)
 
     def _close_epoch(self, cause: BaseException) -> None:
@@ -228,6 +228,13 @@ class Engine:
             channel.send_encoded(encoded_plan, StepPlan.__name__)
 
     async def _listen(self, rank: int, channel: Channel) -> None:
+        try:
+            await self._take_messages(rank, channel)
+        except Exception:
+            self.state = EngineState.FAILED  # at once: others may have heard something before they are cancelled
+            raise
+
+    async def _take_messages(self, rank: int, channel: Channel) -> None:
         while True:
             try:
                 message = await channel.receive()
@@ -235,6 +242,8 @@ class Engine:
                 if self._are_ranks_sent_home:
                     return
                 raise RankLost(rank) from None
+            if self.state is EngineState.FAILED:
+                return  # the epoch is closed: nothing more is taken
             match message:
                 case StepResult():
                     self._take_result(message)
