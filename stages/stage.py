@@ -88,8 +88,8 @@ class Stage:
         self._forward_work: Work | None = None
         self._steps_needed: list[int] = []
         self._token_points: dict[int, Point] = {}  # step_id -> its sampled tokens are in ``slots`` here
-        self._sampled: dict[int, SamplerOutput] = {}  # last rank: on the device, until the next step
-        self._results: dict[int, SamplerOutput] = {}  # the same on the host, until ``result`` takes it
+        self._sampled: SamplerOutput | None = None  # last rank: of the step that is being enqueued
+        self._results: dict[int, SamplerOutput] = {}  # those of all steps, on the host, until ``result`` takes them
 
         operations: list[Operation] = []
         if transport is not None and not group.is_first_rank:
@@ -118,7 +118,6 @@ class Stage:
     def result(self, plan: StepPlan) -> StepResult | None:
         """What was sampled in a step, once its forward is reached; None unless this is the last rank. Once for each step."""
         output = self._results.pop(plan.step_id, None)
-        self._sampled.pop(plan.step_id, None)
         if output is None:
             return None
         token_ids = output.sampled_token_ids.tolist()
@@ -148,7 +147,7 @@ class Stage:
 
     def _enqueue_recv(self, plan: StepPlan) -> Work:
         assert self._transport is not None
-        start = self._forward_work.end if self._forward_work is not None else self._compute.record()
+        start = self._forward_work.end if self._forward_work is not None else self._compute.record(is_told=False)
         self._hidden_in = self._transport.recv(self._group)
         return Work(start, self._hidden_in.ready)
 
@@ -176,7 +175,7 @@ class Stage:
 
     def _sample_step(self, plan: StepPlan, received: torch.Tensor | None) -> Point:
         rows = plan.sampled_rows
-        output = self._sampled[plan.step_id] = self._outputs.next(len(rows), plan.max_sample_len)
+        output = self._sampled = self._outputs.next(len(rows), plan.max_sample_len)
 
         def run() -> None:
             self._sampler.sample(self._runner.forward(plan, received), plan.rows, plan.max_sample_len, output)
@@ -197,7 +196,8 @@ class Stage:
     def _enqueue_broadcast(self, plan: StepPlan) -> Work:
         assert self._handler is not None
         assert self._forward_work is not None
-        output = self._sampled[plan.step_id]
+        assert self._sampled is not None
+        output, self._sampled = self._sampled, None
         end = self._handler.maybe_broadcast_sampled_tokens(output, output.num_sampled, output.num_rejected)
         assert end is not None
         return Work(self._forward_work.end, end)
@@ -205,7 +205,7 @@ class Stage:
     def _enqueue_receive_tokens(self, plan: StepPlan) -> Work:
         assert self._handler is not None
         rows = plan.sampled_rows
-        start = self._handler.stream.record()
+        start = self._handler.stream.record(is_told=False)
         tokens = self._handler.maybe_receive_sampled_tokens(len(rows), plan.max_sample_len)
         assert tokens is not None
         self._slots.enqueue_scatter(self._handler.stream, plan.step_id, rows, tokens)

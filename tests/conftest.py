@@ -2,12 +2,14 @@
 
 import asyncio
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import uvloop
 
+from stages.cuda import CudaDevice
 from stages.model.source import ModelSource, conversion_command, locate_model
+from tests.gpu import GPUS, Gate, gpu_device
 
 LOOP_FACTORIES: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,
@@ -28,3 +30,23 @@ def smollm2() -> ModelSource:
         done = subprocess.run(conversion_command(source), stderr=subprocess.PIPE, text=True)
         assert done.returncode == 0, done.stderr
     return source
+
+
+@pytest.fixture(params=GPUS)
+def device(request: pytest.FixtureRequest) -> Iterator[CudaDevice]:
+    """An emulated GPU, and a real one for tests that are run with ``-m gpu``."""
+    with gpu_device(request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def emulated() -> Iterator[CudaDevice]:
+    with gpu_device("emulated") as made:
+        yield made
+
+
+@pytest.fixture
+def gate(device: CudaDevice) -> Iterator[Gate]:
+    made = Gate(device)
+    yield made
+    made.close()

@@ -1,14 +1,15 @@
 """What every transport knows of a stage boundary: what is sent there, and whether what it is given fits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from stages.device import Stream
 from stages.errors import TransportError
 from stages.plan import TensorSchema
 from stages.topology import PPGroup
 from stages.transport.base import IntermediateTensors, PPTransport, StepShape
-from stages.transport.links import row_bytes, schema_checksum
+from stages.transport.links import boundary_slot_bytes, row_bytes, schema_checksum
 from stages.transport.ring import BOUNDARY_MAGIC, SEQ_MASK, BoundaryHeader, pack_boundary_header, pack_dtypes
 
 
@@ -89,6 +90,24 @@ class BoundaryTransport(PPTransport):
                 )
             sources.append(source)
         return sources
+
+    def _check_slot_bytes(self, slot_bytes: int) -> None:
+        needed = boundary_slot_bytes(self._boundary, self._max_rows)
+        if slot_bytes < needed:
+            raise TransportError(f"a ring slot has {slot_bytes} bytes, {self._max_rows} rows of the boundary need {needed}")
+
+    def _credit(self, seq: int, give: Callable[[Stream], None]) -> Callable[[Stream], None]:
+        """``give`` for the credit of message ``seq``, which can be given once only."""
+        is_given = False
+
+        def give_once(stream: Stream) -> None:
+            nonlocal is_given
+            if is_given:
+                raise RuntimeError(f"message {seq} was released twice")
+            is_given = True
+            give(stream)
+
+        return give_once
 
     def _check_persistent(self) -> None:
         if self._persistent is None:

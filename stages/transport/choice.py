@@ -12,8 +12,6 @@ PREFERRED = ("copy_engine", "nccl", "shared_memory", "gloo")
 """What ``auto`` tries, best first."""
 TRANSPORTS = (*PREFERRED, "memory")
 """Everything that can be asked for by name, besides ``auto``."""
-EXCHANGED = frozenset({"copy_engine"})
-"""Those whose ranks make the ends of the links themselves, and tell each other of them before they connect."""
 _ONE_HOST = frozenset({"copy_engine", "shared_memory", "memory"})
 
 

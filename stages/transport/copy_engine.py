@@ -27,7 +27,7 @@ from stages.transport.base import IntermediateTensors, StepShape
 from stages.transport.boundary import BoundaryTransport
 from stages.transport.device_links import DeviceLane, DeviceLinks, DeviceReceiver, DeviceSender
 from stages.transport.device_memory import bytes_at
-from stages.transport.links import boundary_slot_bytes, tensor_offsets
+from stages.transport.links import tensor_offsets
 from stages.transport.ring import SLOT_HEADER_BYTES
 
 NUM_SEND_STREAMS = 2
@@ -77,11 +77,12 @@ class CopyEngineTransport(BoundaryTransport):
         if self._sender is not None:
             self._check_slot_bytes(self._sender.layout.slot_bytes)
             self._send_streams = [links.device.stream(f"send-{pp_group.rank}-{i}") for i in range(NUM_SEND_STREAMS)]
-            self._stride = self._sender.layout.stride
-            self._buffers = self._driver.alloc(NUM_OUTPUT_BUFFERS * self._stride)
-            addresses = [self._buffers + i * self._stride for i in range(NUM_OUTPUT_BUFFERS)]
+            stride = self._sender.layout.stride
+            self._buffers = self._driver.alloc(NUM_OUTPUT_BUFFERS * stride)
+            addresses = [self._buffers + i * stride for i in range(NUM_OUTPUT_BUFFERS)]
             self._outputs = [_Output(address, _Views(address, self)) for address in addresses]
-            waits += [(stream, self._sender) for stream in self._send_streams]
+            senders = [*self._send_streams, *([compute] if sends_on_compute else [])]
+            waits += [(stream, self._sender) for stream in senders]
         self._lane = DeviceLane(links, waits)
         self._lane.note_use(compute)
 
@@ -135,7 +136,7 @@ class CopyEngineTransport(BoundaryTransport):
         views = self._in_views[seq % len(self._in_views)].of(step.num_tokens)
         if self._persistent is None:
             ready.set_check(self._verdict_check(step.step_id))
-            return IntermediateTensors(views, ready, self._credit(receiver, seq))
+            return IntermediateTensors(views, ready, self._credit(seq, lambda stream: self._give(receiver, seq, stream)))
         kept = {name: self._persistent[name][: step.num_tokens] for name in views}
         self._compute.launch(lambda: _copy_all(kept, list(views.values())))
         ready = self._compute.record()
@@ -210,29 +211,14 @@ class CopyEngineTransport(BoundaryTransport):
 
         return check
 
-    def _credit(self, receiver: DeviceReceiver, seq: int) -> Callable[[Stream], None]:
-        lane = self._lane
-        is_given = False
-
-        def give(stream: Stream) -> None:
-            nonlocal is_given
-            if is_given:
-                raise RuntimeError(f"message {seq} was released twice")
-            is_given = True
-            if lane.cause is None:  # else nobody waits for the credit
-                assert isinstance(stream, CudaStream)
-                lane.note_use(stream)
-                receiver.release(stream, seq)
-
-        return give
+    def _give(self, receiver: DeviceReceiver, seq: int, stream: Stream) -> None:
+        if self._lane.cause is None:  # else nobody waits for the credit
+            assert isinstance(stream, CudaStream)
+            self._lane.note_use(stream)
+            receiver.release(stream, seq)
 
     def _offsets(self, num_rows: int) -> list[int]:
         return tensor_offsets(self._boundary, num_rows)
-
-    def _check_slot_bytes(self, slot_bytes: int) -> None:
-        needed = boundary_slot_bytes(self._boundary, self._max_rows)
-        if slot_bytes < needed:
-            raise TransportError(f"a ring slot has {slot_bytes} bytes, {self._max_rows} rows of the boundary need {needed}")
 
 
 class _Views:

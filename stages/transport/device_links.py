@@ -58,10 +58,13 @@ class _End:
         self._driver = device.driver
         self._epoch = epoch
         self._num_slots = layout.num_slots
-        self.num_bytes = CONTROL_BYTES + extra
-        self.memory = device.driver.alloc(self.num_bytes)
+        self.memory = device.driver.alloc(CONTROL_BYTES + extra)
         self.next_seq = start_seq
-        self._fill(device, counter_word(epoch, start_seq))
+        self._fill(device, CONTROL_BYTES + extra, counter_word(epoch, start_seq))
+
+    def connect(self, peer_memory: int) -> None:
+        """``peer_memory``: the address here of what the other end owns."""
+        self.peer_memory = peer_memory
 
     def claim(self) -> int:
         """The number of the next message, in message order."""
@@ -71,20 +74,22 @@ class _End:
 
     def slot(self, seq: int) -> int:
         """Address of the slot of message ``seq``, its header first."""
-        return self._slots + seq % self._num_slots * self.layout.stride
+        return self._receiver_memory + CONTROL_BYTES + seq % self._num_slots * self.layout.stride
 
     def words(self) -> list[int]:
         """Addresses of the words that are ours to wait for."""
         return [self.memory + slot * WORD_STRIDE for slot in range(self._num_slots)]
 
-    _slots: int
+    @property
+    def _receiver_memory(self) -> int:
+        raise NotImplementedError
 
     def _word(self, memory: int, seq: int) -> int:
         return memory + seq % self._num_slots * WORD_STRIDE
 
-    def _fill(self, device: CudaDevice, word: int) -> None:
+    def _fill(self, device: CudaDevice, num_bytes: int, word: int) -> None:
         """Before any peer knows of this memory: in half of all epochs a zeroed word satisfies every wait."""
-        self._driver.memset_d32_async(self.memory, 0, self.num_bytes // 4, device.rescue)
+        self._driver.memset_d32_async(self.memory, 0, num_bytes // 4, device.rescue)
         ops = memory_ops([MemoryOp.write(address, word) for address in self.words()])
         self._driver.batch_memory_ops(device.rescue, ops)
         self._driver.synchronize(device.rescue)
@@ -96,9 +101,9 @@ class DeviceSender(_End):
     def __init__(self, device: CudaDevice, link_id: LinkId, layout: RingLayout, epoch: int, start_seq: int) -> None:
         super().__init__(device, link_id, layout, epoch, start_seq, 0)
 
-    def connect(self, peer_memory: int) -> None:
-        self.peer_memory = peer_memory
-        self._slots = peer_memory + CONTROL_BYTES
+    @property
+    def _receiver_memory(self) -> int:
+        return self.peer_memory
 
     def wait_free(self, stream: CudaStream, seq: int) -> None:
         """Have ``stream`` wait until the slot of message ``seq`` may be written."""
@@ -132,11 +137,11 @@ class DeviceReceiver(_End):
 
     def __init__(self, device: CudaDevice, link_id: LinkId, layout: RingLayout, epoch: int, start_seq: int) -> None:
         super().__init__(device, link_id, layout, epoch, start_seq, layout.num_slots * layout.stride)
-        self._slots = self.memory + CONTROL_BYTES
         self._num_released = start_seq
 
-    def connect(self, peer_memory: int) -> None:
-        self.peer_memory = peer_memory
+    @property
+    def _receiver_memory(self) -> int:
+        return self.memory
 
     def wait_full(self, stream: CudaStream, seq: int) -> None:
         """Have ``stream`` wait for message ``seq``."""
@@ -189,6 +194,7 @@ class DeviceLinks:
         self._ends: list[DeviceSender | DeviceReceiver] = []
         self._opened: list[int] = []
         self._is_freed = False
+        self._are_waits_broken = False
         self.open_lanes = 0
         driver = device.driver
         device.free_retired()
@@ -266,8 +272,8 @@ class DeviceLinks:
                 if isinstance(end, DeviceReceiver):
                     self._check_patterns(end, deadline)
             self._await_idle(stream, deadline, "a pattern was not taken")
-        except BaseException as exc:
-            stream.fail(exc)
+        except BaseException:
+            self.break_waits()
             raise
         finally:
             self.drain([stream])
@@ -305,8 +311,8 @@ class DeviceLinks:
                         f"{end.link_id}: word {wrong[0]} of message {seq} of the probe is {words[wrong[0]]:#010x}, "
                         f"expected {wanted:#010x}; {len(wrong)} of {len(words)} words differ"
                     )
-        except BaseException as exc:
-            stream.fail(exc)
+        except BaseException:
+            self.break_waits()
             raise
         finally:
             self.drain([stream])
@@ -339,7 +345,8 @@ class DeviceLinks:
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def break_waits(self, ends: "Sequence[DeviceSender | DeviceReceiver] | None" = None) -> None:
-        """Let every wait of this epoch on our words fall through."""
+        """Let every wait of this epoch on our words fall through, from now on."""
+        self._are_waits_broken = True
         word = poison_word(self.group.epoch)
         for end in self._ends if ends is None else ends:
             ops = memory_ops([MemoryOp.write(address, word) for address in end.words()])
@@ -357,12 +364,12 @@ class DeviceLinks:
         return newest
 
     def drain(self, streams: Sequence[CudaStream]) -> None:
-        """Return once the streams have run what is enqueued. For one that failed the waits are broken again and again: a late
-        store of a live peer can lower a word that was raised."""
+        """Return once the streams have run what is enqueued. Waits that were broken are broken again and again: a late store of
+        a live peer can lower a word that was raised."""
         driver = self.device.driver
         for stream in streams:
             while not stream.is_closed and not driver.is_idle(stream.handle):
-                if stream.error is not None:
+                if self._are_waits_broken:
                     self.break_waits()
                 time.sleep(POLL_SECONDS)
 

@@ -2,7 +2,7 @@
 
 import ctypes
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -12,7 +12,7 @@ from stages.plan import TensorSchema
 from stages.topology import PPGroup
 from stages.transport.base import IntermediateTensors, StepShape
 from stages.transport.boundary import BoundaryTransport
-from stages.transport.links import RankLinks, boundary_slot_bytes, row_bytes, tensor_offsets
+from stages.transport.links import RankLinks, row_bytes, tensor_offsets
 from stages.transport.ring import SLOT_HEADER_BYTES, Link, Poison, RingReceiver, RingSender
 
 NUM_OUTPUT_BUFFERS = 2  # compute writes one while the transport still reads the other
@@ -104,7 +104,8 @@ class HostRingTransport(BoundaryTransport):
         self.name = name
         self._compute = compute
         for link in (links.from_prev, links.to_next):
-            self._check_slot(link)
+            if link is not None:
+                self._check_slot_bytes(link.layout.slot_bytes)
         self._lane = HostLane(f"send-{pp_group.rank}", send_stream)
         self._sender = None if links.to_next is None else self._lane.sender(links.to_next)
         self._receiver = None if links.from_prev is None else self._lane.receiver(links.from_prev)
@@ -171,7 +172,8 @@ class HostRingTransport(BoundaryTransport):
         if self._persistent is None:
             self._compute.launch(lambda: receiver.wait_full(seq, header))
             rows = self._slot_rows(self._in_slots, seq, step)
-            return IntermediateTensors(rows, self._compute.record(), self._credit(receiver, seq))
+            credit = self._credit(seq, lambda stream: self._give(receiver, seq, stream))
+            return IntermediateTensors(rows, self._compute.record(), credit)
         kept = {schema.name: self._persistent[schema.name][: step.num_tokens] for schema in self._boundary}
 
         def read() -> None:
@@ -195,27 +197,10 @@ class HostRingTransport(BoundaryTransport):
             raise ValueError(f"rank {self._group.rank} is the last of {self._group.world_size} and sends to no rank")
         return self._sender
 
-    def _credit(self, receiver: RingReceiver, seq: int) -> Callable[[Stream], None]:
-        lane = self._lane
-        is_given = False
-
-        def give(stream: Stream) -> None:
-            nonlocal is_given
-            if is_given:
-                raise RuntimeError(f"message {seq} was released twice")
-            is_given = True
-            if not lane.poison.is_set:  # else nobody waits for the credit, and the link may be closed
-                stream.launch(lambda: receiver.release(seq))
-                lane.note_use(stream)
-
-        return give
-
-    def _check_slot(self, link: Link | None) -> None:
-        needed = boundary_slot_bytes(self._boundary, self._max_rows)
-        if link is not None and link.layout.slot_bytes < needed:
-            raise TransportError(
-                f"a ring slot has {link.layout.slot_bytes} bytes, {self._max_rows} rows of the boundary need {needed}"
-            )
+    def _give(self, receiver: RingReceiver, seq: int, stream: Stream) -> None:
+        if not self._lane.poison.is_set:  # else nobody waits for the credit, and the link may be closed
+            stream.launch(lambda: receiver.release(seq))
+            self._lane.note_use(stream)
 
     @staticmethod
     def _slot_rows(slots: list[dict[str, torch.Tensor]], seq: int, step: StepShape) -> dict[str, torch.Tensor]:

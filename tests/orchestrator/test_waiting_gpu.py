@@ -16,28 +16,9 @@ from orchestrator.waiting import CHECK_SECONDS, Waker
 from stages.cuda import CudaDevice, CudaPoint
 from stages.errors import CudaError, DeadlinePassed, PeerLost
 from tests.emulated_cuda import ILLEGAL_ADDRESS, Operation, the_emulation
-from tests.gpu import GPUS, Gate, gpu_device
+from tests.gpu import Gate
 
 LOOPS = ("asyncio", "uvloop")
-
-
-@pytest.fixture(params=GPUS)
-def device(request: pytest.FixtureRequest) -> Iterator[CudaDevice]:
-    with gpu_device(request.param) as made:
-        yield made
-
-
-@pytest.fixture
-def emulated() -> Iterator[CudaDevice]:
-    with gpu_device("emulated") as made:
-        yield made
-
-
-@pytest.fixture
-def gate(device: CudaDevice) -> Iterator[Gate]:
-    made = Gate(device)
-    yield made
-    made.close()
 
 
 @pytest.fixture

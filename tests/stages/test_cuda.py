@@ -15,28 +15,9 @@ from stages.device import HostStream
 from stages.errors import CudaError, HeaderMismatch
 from stages.kernels import Kernels
 from tests.emulated_cuda import ILLEGAL_ADDRESS, Operation, emulation, the_emulation
-from tests.gpu import GPUS, Gate, gpu_device
+from tests.gpu import Gate
 
 HARMLESS = ctypes.cast(ctypes.CDLL(None).labs, ctypes.c_void_p).value or 0  # a C function that may be called with anything
-
-
-@pytest.fixture(params=GPUS)
-def device(request: pytest.FixtureRequest) -> Iterator[CudaDevice]:
-    with gpu_device(request.param) as made:
-        yield made
-
-
-@pytest.fixture
-def emulated() -> Iterator[CudaDevice]:
-    with gpu_device("emulated") as made:
-        yield made
-
-
-@pytest.fixture
-def gate(device: CudaDevice) -> Iterator[Gate]:
-    made = Gate(device)
-    yield made
-    made.close()
 
 
 @pytest.fixture

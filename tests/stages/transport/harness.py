@@ -34,7 +34,8 @@ from stages.transport.ring import CONTROL_BYTES, SLOT_HEADER_BYTES, Doorbell, Li
 from tests.emulated_cuda import the_emulation
 
 HOST_KINDS = ("memory", "shared_memory")
-KINDS = (*HOST_KINDS, "copy_engine")
+INLINE = "copy_engine, inline"  # small messages are copied on the compute stream
+KINDS = (*HOST_KINDS, "copy_engine", INLINE)
 HIDDEN = [TensorSchema("hidden_states", "float32", 8)]
 SEVERAL = [
     TensorSchema("hidden_states", "float32", 8),
@@ -109,7 +110,7 @@ def sizes_for(boundary: Sequence[TensorSchema], ring_slots: int, token_slots: in
 
 def links_for(kind: str, world_size: int, sizes: LinkSizes, *, epoch: int, start_seq: int) -> Sequence[Links]:
     groups = [PPGroup(rank, world_size, epoch) for rank in range(world_size)]
-    if kind == "copy_engine":
+    if kind in ("copy_engine", INLINE):
         emulated = the_emulation()
         device_links: list[DeviceLinks] = []
         for group in groups:
@@ -149,7 +150,8 @@ def build_rank(
             if link is not None:
                 link.full_bell, link.free_bell = SpyBell(link.full_bell), SpyBell(link.free_bell)
     config = TransportConfig(
-        name=kind,
+        name=kind.removesuffix(", inline"),
+        sends_on_compute=kind == INLINE,
         pp_group=group,
         boundary=boundary,
         max_rows=MAX_ROWS,
