@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.report import environment, percentile, save, show
-from benchmarks.sides import Side, await_idle
-from benchmarks.transport import close_gate, open_gate
+from benchmarks.sides import Side
 
 SIZE = 8192
 COUNT = 60
@@ -45,14 +44,14 @@ def main() -> None:
     with torch.cuda.stream(work):
         products(20, a, b)
         alone = products(COUNT, a, b)
-        gate = close_gate(sides[0])
+        sides[0].close_gate()
         sides[1].receive(0).release(sides[1].compute)  # its stream waits for a message
         pending = products(COUNT, a, b)
         again = products(COUNT, a, b)
         sides[0].send(0)
-        open_gate(gate)
+        sides[0].open_gate()
         for side in sides:
-            await_idle(side.device, side.compute)
+            side.await_idle()
         step = iter(range(1, 10_000))
 
         def transfer() -> None:

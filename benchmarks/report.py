@@ -46,7 +46,7 @@ def save(path: Path | None, name: str, rows: Sequence[Row]) -> None:
     """Add a table to a JSON file, with the environment beside it."""
     if path is None:
         return
-    found = json.loads(path.read_text()) if path.exists() else {"environment": environment()}
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"environment": environment()}
     found[name] = list(rows)
     path.write_text(json.dumps(found, indent=1))
 

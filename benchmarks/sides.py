@@ -4,6 +4,7 @@ Each side has a link to the other in both directions. With two GPUs a side is a 
 the copies stay on the GPU: what is compared then is what a message costs besides its copy.
 """
 
+import ctypes
 import time
 from collections.abc import Callable
 from typing import Any
@@ -49,7 +50,11 @@ class Side:
         self.links = [DeviceLinks(self.device, self.torch_device, kernels, group, sizes) for group in groups]
         self.compute: CudaStream = self.device.stream(f"compute-{rank}")
         self.transports: list[CopyEngineTransport] = []
-        self.step_id = 0
+        self.step_id = 0  # of the next message
+        self.raw_seq = 1 << 20  # of the next message without a transport: beyond what those with one count to
+        self._gate_at = self.driver.alloc_host(64)
+        self._gate = ctypes.c_uint64.from_address(self._gate_at)
+        self._gate.value = 0
 
     def exports(self) -> list[bytes]:
         return [links.exports() for links in self.links]
@@ -93,12 +98,69 @@ class Side:
         self.begin(which, step_id)
         return self.transports[which].recv(self.groups[which])
 
+    def close_gate(self) -> None:
+        """Have ``compute`` wait until ``open_gate``: what is enqueued meanwhile then goes at once."""
+        self.driver.wait_value64(self.compute.handle, self._gate_at, self._gate.value + 1)
+
+    def open_gate(self) -> None:
+        self._gate.value += 1
+
+    def await_idle(self, timeout_seconds: float = 60) -> None:
+        """Until ``compute`` has run what is enqueued."""
+        deadline = time.monotonic() + timeout_seconds
+        while not self.driver.is_idle(self.compute.handle):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"rank {self.rank} did not finish within {timeout_seconds:g} s")
+
     def close(self) -> None:
         for transport in self.transports:
             transport.close()
         for links in self.links:
             links.close()
         self.compute.close()
+        self.driver.free_host(self._gate_at)
+
+
+def ping_pong(
+    sides: list[Side],
+    exchange: Exchange,
+    hops: int,
+    rounds: int,
+    send: Callable[[Side, int], object],
+    receive: Callable[[Side, int], object],
+) -> list[float]:
+    """A message goes to and fro ``hops`` times a round, all of it enqueued before the first may go.
+
+    ``send(side, hop)`` and ``receive(side, hop)`` enqueue on the side's compute stream, or order it after what they enqueue.
+    Returns microseconds of GPU time one way, for each round; nothing where rank 0 is elsewhere.
+    """
+    times: list[float] = []
+    for _ in range(rounds):
+        start = None
+        for hop in range(hops):
+            for side in sides:
+                if side.rank == 0:
+                    if hop == 0:
+                        side.close_gate()
+                        start = side.compute.record()
+                    send(side, hop)
+                    receive(side, hop)
+                else:
+                    receive(side, hop)
+                    send(side, hop)
+        exchange("enqueued")
+        for side in sides:
+            if start is not None and side.rank == 0:
+                end = side.compute.record()
+                side.open_gate()
+                side.await_idle()
+                times.append(side.driver.elapsed_ms(start.event, end.event) * 1e3 / (2 * hops))
+        for side in sides:
+            side.await_idle()
+            side.step_id += hops
+            side.raw_seq += hops
+        exchange("finished")
+    return times
 
 
 def on_both_sides(
@@ -128,11 +190,3 @@ def _one_side(rank: int, exchange: Exchange, work: Callable[..., Any], num_bytes
     finally:
         exchange("done")
         side.close()
-
-
-def await_idle(device: CudaDevice, *streams: CudaStream, timeout_seconds: float = 60) -> None:
-    deadline = time.monotonic() + timeout_seconds
-    for stream in streams:
-        while not device.driver.is_idle(stream.handle):
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"stream {stream.name} did not finish")

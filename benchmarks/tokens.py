@@ -22,8 +22,8 @@ import uvloop
 from benchmarks.broadcasts import broadcasts_one_way
 from benchmarks.pair import Exchange, run_pair
 from benchmarks.report import environment, percentile, save, show
-from benchmarks.sides import Side, await_idle, on_both_sides
-from benchmarks.transport import close_gate, merged, open_gate, raw_one_way
+from benchmarks.sides import Side, on_both_sides, ping_pong
+from benchmarks.transport import merged, raw_one_way
 from orchestrator.waiting import Waker
 from stages.cuda import CudaStream
 from stages.driver import Driver
@@ -41,50 +41,26 @@ Ends = tuple[CopyEngineTokenSender, CopyEngineTokenReceiver, tuple[torch.Tensor,
 
 
 def one_way(sides: list[Side], exchange: Exchange, width: int, rounds: int) -> dict[str, Any]:
-    gpu: list[float] = []
     send_cpu: list[float] = []
     receive_cpu: list[float] = []
     ends = {side.rank: _ends(side, width) for side in sides}
 
-    def send(side: Side, step_id: int) -> None:
+    def send(side: Side, hop: int) -> None:
         sender, _, tensors = ends[side.rank]
         started = time.perf_counter_ns()
-        sender.begin_step(step_id)
+        sender.begin_step(side.step_id + hop)
         sender.maybe_broadcast_sampled_tokens(*tensors)
         send_cpu.append((time.perf_counter_ns() - started) / 1e3)
 
-    def receive(side: Side, step_id: int) -> None:
+    def receive(side: Side, hop: int) -> None:
         receiver = ends[side.rank][1]
         started = time.perf_counter_ns()
-        receiver.begin_step(step_id)
+        receiver.begin_step(side.step_id + hop)
         received = receiver.maybe_receive_sampled_tokens(NUM_REQS, width)
         receive_cpu.append((time.perf_counter_ns() - started) / 1e3)
         side.compute.wait(received.ready)
 
-    for round_number in range(rounds):
-        start = gate = None
-        for hop in range(HOPS):
-            step_id = round_number * HOPS + hop
-            for side in sides:
-                if side.rank == 0:
-                    if hop == 0:
-                        gate = close_gate(side)
-                        start = side.compute.record()
-                    send(side, step_id)
-                    receive(side, step_id)
-                else:
-                    receive(side, step_id)
-                    send(side, step_id)
-        exchange("enqueued")
-        for side in sides:
-            if start is not None and gate is not None and side.rank == 0:
-                end = side.compute.record()
-                open_gate(gate)
-                await_idle(side.device, side.compute)
-                gpu.append(side.driver.elapsed_ms(start.event, end.event) * 1e3 / (2 * HOPS))
-        for side in sides:
-            await_idle(side.device, side.compute)
-        exchange("finished")
+    gpu = ping_pong(sides, exchange, HOPS, rounds, send, receive)
     _close(ends)
     return {"gpu": gpu, "send cpu": send_cpu, "receive cpu": receive_cpu}
 
@@ -147,7 +123,7 @@ async def _visible(sides: list[Side], exchange: Exchange, width: int, count: int
                 found["woken"].append(await woken - opened_ns)
     waker.close()
     for side in sides:
-        await_idle(side.device, side.compute)
+        side.await_idle()
     exchange("done")
     _close(ends)
     for side in sides:

@@ -7,14 +7,13 @@ Beside it, in the same run: the raw peer copy with a flag, and the flag alone.
 """
 
 import argparse
-import ctypes
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.pair import Exchange
 from benchmarks.report import environment, percentile, save, show
-from benchmarks.sides import ROW_BYTES, Side, await_idle, on_both_sides
+from benchmarks.sides import EPOCH, ROW_BYTES, Side, on_both_sides, ping_pong
 from stages.transport.ring import SLOT_HEADER_BYTES, counter_word
 
 SIZES = [64, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20]
@@ -24,77 +23,41 @@ STREAMED = 48
 
 
 def one_way(sides: list[Side], exchange: Exchange, hops: int, rounds: int) -> dict[str, Any]:
-    """Ours. Each round's hops are enqueued before the first may go."""
-    cpu: list[float] = []
-    gpu: list[float] = []
-    for _ in range(rounds):
-        first = next((side for side in sides if side.rank == 0), None)
-        start = None
-        for hop in range(hops):
-            for side in sides:
-                started = time.perf_counter_ns()
-                if side.rank == 0:
-                    if hop == 0:
-                        gate = close_gate(side)
-                        start = side.compute.record()
-                    side.send(side.step_id + hop)
-                    received = side.receive(side.step_id + hop)
-                    received.release(side.compute)
-                else:
-                    received = side.receive(side.step_id + hop)
-                    side.send(side.step_id + hop)
-                    received.release(side.compute)
-                cpu.append((time.perf_counter_ns() - started) / 1e3)
-        for side in sides:
-            side.step_id += hops
-        exchange("enqueued")
-        if first is not None and start is not None:
-            end = first.compute.record()
-            open_gate(gate)
-            await_idle(first.device, first.compute)
-            gpu.append(first.driver.elapsed_ms(start.event, end.event) * 1e3 / (2 * hops))
-        for side in sides:
-            await_idle(side.device, side.compute)
-        exchange("finished")
-    return {"gpu": gpu, "cpu": cpu}
+    """Ours, and the CPU time of each ``send`` and ``recv``, with ``begin_step`` and the credit."""
+    send_cpu: list[float] = []
+    recv_cpu: list[float] = []
+
+    def send(side: Side, hop: int) -> None:
+        started = time.perf_counter_ns()
+        side.send(side.step_id + hop)
+        send_cpu.append((time.perf_counter_ns() - started) / 1e3)
+
+    def receive(side: Side, hop: int) -> None:
+        started = time.perf_counter_ns()
+        side.receive(side.step_id + hop).release(side.compute)
+        recv_cpu.append((time.perf_counter_ns() - started) / 1e3)
+
+    gpu = ping_pong(sides, exchange, hops, rounds, send, receive)
+    return {"gpu": gpu, "cpu": [sum(both) for both in zip(send_cpu, recv_cpu, strict=True)]}
 
 
 def raw_one_way(sides: list[Side], exchange: Exchange, hops: int, rounds: int, num_bytes: int) -> dict[str, Any]:
     """The floor: on one stream a side, wait for a flag, copy, write the other's flag. ``num_bytes`` 0: the flag alone."""
-    gpu: list[float] = []
     buffers = {side.rank: side.driver.alloc(max(num_bytes, 256)) for side in sides}
-    for _ in range(rounds):
-        start = None
-        for side in sides:
-            side.raw_seq = getattr(side, "raw_seq", 1 << 20)
-        for hop in range(hops):
-            for side in sides:
-                sender = side.links[side.sending].to_next
-                receiver = side.links[1 - side.sending].from_prev
-                assert sender is not None
-                assert receiver is not None
-                handle, seq = side.compute.handle, side.raw_seq + hop
-                if side.rank == 0 and hop == 0:
-                    gate = close_gate(side)
-                    start = side.compute.record()
-                if side.rank == 1:
-                    side.driver.wait_value64(handle, receiver.memory, counter_word(1, seq + 1))
-                if num_bytes:
-                    side.driver.memcpy_async(sender.slot(0), buffers[side.rank], num_bytes, handle)
-                side.driver.write_value64(handle, sender.peer_memory, counter_word(1, seq + 1))
-                if side.rank == 0:
-                    side.driver.wait_value64(handle, receiver.memory, counter_word(1, seq + 1))
-        exchange("enqueued")
-        for side in sides:
-            side.raw_seq += hops
-            if side.rank == 0 and start is not None:
-                end = side.compute.record()
-                open_gate(gate)
-                await_idle(side.device, side.compute)
-                gpu.append(side.driver.elapsed_ms(start.event, end.event) * 1e3 / (2 * hops))
-        for side in sides:
-            await_idle(side.device, side.compute)
-        exchange("finished")
+
+    def send(side: Side, hop: int) -> None:
+        sender = side.links[side.sending].to_next
+        assert sender is not None
+        if num_bytes:
+            side.driver.memcpy_async(sender.slot(0), buffers[side.rank], num_bytes, side.compute.handle)
+        side.driver.write_value64(side.compute.handle, sender.peer_memory, counter_word(EPOCH, side.raw_seq + hop + 1))
+
+    def receive(side: Side, hop: int) -> None:
+        receiver = side.links[1 - side.sending].from_prev
+        assert receiver is not None
+        side.driver.wait_value64(side.compute.handle, receiver.memory, counter_word(EPOCH, side.raw_seq + hop + 1))
+
+    gpu = ping_pong(sides, exchange, hops, rounds, send, receive)
     for side in sides:
         side.driver.free(buffers[side.rank])
     return {"gpu": gpu}
@@ -105,7 +68,9 @@ def streaming(sides: list[Side], exchange: Exchange, count: int, rounds: int) ->
     rates: list[float] = []
     for _ in range(rounds):
         points: list[Any] = []
-        gates = [close_gate(side) for side in sides if side.rank == 0]
+        for side in sides:
+            if side.rank == 0:
+                side.close_gate()
         for i in range(count):
             for side in sides:
                 if side.rank == 0:
@@ -118,9 +83,9 @@ def streaming(sides: list[Side], exchange: Exchange, count: int, rounds: int) ->
         for side in sides:
             side.step_id += count
             if side.rank == 0:
-                open_gate(gates[0])
+                side.open_gate()
         for side in sides:
-            await_idle(side.device, side.compute)
+            side.await_idle()
             if side.rank == 1:
                 rates.append(side.num_rows * ROW_BYTES * (count - 1) / points[-1].seconds_since(points[0]) / 1e9)
         exchange("finished")
@@ -136,28 +101,17 @@ def raw_streaming(sides: list[Side], exchange: Exchange, count: int, rounds: int
             num_bytes = side.num_rows * ROW_BYTES
             source = side.driver.alloc(num_bytes + SLOT_HEADER_BYTES)
             for _ in range(rounds):
-                gate = close_gate(side)
+                side.close_gate()
                 start = side.compute.record()
                 for i in range(count):
                     side.driver.memcpy_async(sender.slot(i), source, num_bytes, side.compute.handle)
                 end = side.compute.record()
-                open_gate(gate)
-                await_idle(side.device, side.compute)
+                side.open_gate()
+                side.await_idle()
                 rates.append(num_bytes * count / side.driver.elapsed_ms(start.event, end.event) / 1e6)
             side.driver.free(source)
     exchange("finished")
     return {"rate": rates}
-
-
-def close_gate(side: Side) -> int:
-    gate = side.driver.alloc_host(64)
-    ctypes.c_uint64.from_address(gate).value = 0
-    side.driver.wait_value64(side.compute.handle, gate, 1)
-    return gate
-
-
-def open_gate(gate: int) -> None:
-    ctypes.c_uint64.from_address(gate).value = 1
 
 
 def merged(results: list[dict[str, Any]], key: str) -> list[float]:

@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
@@ -57,6 +56,7 @@ from tests.served_engine import Sizes, assemble_ranks, engine_over, setup_for
 from tests.stages.model_factory import write_tiny_model
 from tests.stages.transport.harness import no_leaks, open_fds  # noqa: F401  every test here checks for leaks
 from tests.toy_model import VOCAB_SIZE, toy_slices, toy_tokens
+from tests.toy_scenarios import check_aborts_and_preemptions, check_overlap
 
 LOOPS = ("uvloop",)
 uvloop.new_event_loop().close()  # libuv opens a pipe with its first loop, and keeps it
@@ -146,28 +146,7 @@ async def test_tokens_are_right_whatever_is_late(
 
 
 async def test_aborts_and_preemptions_leave_no_trace() -> None:
-    chance = random.Random(7)
-    sizes = Sizes(max_num_seqs=8, num_blocks=24, block_size=4, max_model_len=64, max_num_batched_tokens=12)
-    async with emulated_pipeline(toy_slices(3), sizes) as pipeline:
-
-        async def one(i: int) -> None:
-            prompt = [chance.randrange(1000) for _ in range(chance.randint(1, 30))]
-            num_wanted = chance.choice([20, 20, chance.randint(1, 19)])
-            tokens: list[int] = []
-            params = SamplingParams(max_tokens=20, temperature=0.0)
-            async with aclosing(pipeline.engine.generate(str(i), prompt, params)) as chunks:
-                async for chunk in chunks:
-                    tokens += chunk.token_ids
-                    if len(tokens) >= num_wanted:
-                        break
-            assert tokens == toy_tokens(prompt, len(tokens), 3)
-            assert len(tokens) >= num_wanted
-
-        await asyncio.gather(*(one(i) for i in range(30)))
-        scheduler = pipeline.engine.scheduler
-        assert scheduler.num_preemptions > 0, "the pool was meant to be too small"
-    assert (scheduler.num_running, scheduler.num_waiting) == (0, 0)
-    assert scheduler.num_free_blocks == sizes.num_blocks
+    await check_aborts_and_preemptions(emulated_pipeline, 30)
 
 
 @pytest.fixture(scope="module")
@@ -231,31 +210,7 @@ async def test_every_piece_of_work_of_every_step_is_recorded() -> None:
 
 @pytest.mark.parametrize(("num_stages", "ring_slots"), [(2, 1), (4, 4)])
 async def test_as_many_steps_are_computed_at_once_as_there_are_stages(num_stages: int, ring_slots: int) -> None:
-    """Every stage stops until all stages compute: that only happens when the pipeline really overlaps."""
-    barrier = threading.Barrier(num_stages)
-    first_full = 2 + num_stages - 1  # two steps are the probe's
-    is_over = threading.Event()
-
-    def meet(info: StageInfo, plan: StepPlan) -> None:
-        if info.rank + plan.step_id >= first_full and not is_over.is_set():
-            try:
-                barrier.wait(timeout=20)
-            except threading.BrokenBarrierError:
-                assert is_over.is_set(), "the stages do not compute at the same time"
-
-    async with emulated_pipeline(toy_slices(num_stages, meet), Sizes(ring_slots=ring_slots)) as pipeline:
-
-        async def one(i: int) -> list[int]:
-            tokens: list[int] = []
-            async for chunk in pipeline.engine.generate(str(i), [i], SamplingParams(max_tokens=40, temperature=0.0)):
-                tokens += chunk.token_ids
-                if len(tokens) == 30:
-                    is_over.set()
-                    barrier.abort()
-            return tokens
-
-        answers = await asyncio.gather(*(one(i) for i in range(2 * num_stages)))
-    assert answers == [toy_tokens([i], 40, num_stages) for i in range(2 * num_stages)]
+    await check_overlap(emulated_pipeline, num_stages, Sizes(ring_slots=ring_slots))
 
 
 async def test_an_error_in_one_stage_reaches_every_stream_with_the_stage(caplog: pytest.LogCaptureFixture) -> None:

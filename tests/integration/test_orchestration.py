@@ -6,7 +6,6 @@ import random
 import subprocess
 import sys
 import threading
-from contextlib import aclosing
 from statistics import median
 
 import pytest
@@ -18,6 +17,7 @@ from stages.topology import StageInfo
 from tests.local_pipeline import local_pipeline
 from tests.served_engine import Sizes
 from tests.toy_model import toy_slices, toy_tokens
+from tests.toy_scenarios import check_aborts_and_preemptions, check_overlap
 
 LOOPS = ("uvloop",)
 TRANSPORTS = ["memory", "shared_memory"]
@@ -53,60 +53,12 @@ async def test_every_piece_of_work_of_every_step_is_recorded(transport: str) -> 
 
 
 async def test_aborts_and_preemptions_leave_no_trace() -> None:
-    chance = random.Random(7)
-    sizes = Sizes(max_num_seqs=8, num_blocks=24, block_size=4, max_model_len=64, max_num_batched_tokens=12)
-    async with local_pipeline(toy_slices(3), "shared_memory", sizes) as pipeline:
-
-        async def one(i: int) -> None:
-            prompt = [chance.randrange(1000) for _ in range(chance.randint(1, 30))]
-            num_wanted = chance.choice([20, 20, chance.randint(1, 19)])
-            tokens: list[int] = []
-            async with aclosing(
-                pipeline.engine.generate(str(i), prompt, SamplingParams(max_tokens=20, temperature=0.0))
-            ) as chunks:
-                async for chunk in chunks:
-                    tokens += chunk.token_ids
-                    if len(tokens) >= num_wanted:
-                        break
-            assert tokens == toy_tokens(prompt, len(tokens), 3)
-            assert len(tokens) >= num_wanted
-
-        await asyncio.gather(*(one(i) for i in range(60)))
-        scheduler = pipeline.engine.scheduler
-        assert scheduler.num_preemptions > 0, "the pool was meant to be too small"
-    assert (scheduler.num_running, scheduler.num_waiting) == (0, 0)
-    assert scheduler.num_free_blocks == sizes.num_blocks
+    await check_aborts_and_preemptions(lambda slices, sizes: local_pipeline(slices, "shared_memory", sizes), 60)
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])
 async def test_as_many_steps_are_computed_at_once_as_there_are_stages(num_stages: int) -> None:
-    """Every stage stops until all stages compute: that only happens when the pipeline really overlaps."""
-    barrier = threading.Barrier(num_stages)
-
-    def meet(info: StageInfo, plan: StepPlan) -> None:
-        # The first requests fill the pipeline one by one; from then on all stages must meet.
-        if info.rank + plan.step_id >= first_full and not is_over.is_set():
-            try:
-                barrier.wait(timeout=20)
-            except threading.BrokenBarrierError:
-                assert is_over.is_set(), "the stages do not compute at the same time"
-
-    first_full = 2 + num_stages - 1  # two steps are the probe's
-    is_over = threading.Event()
-    async with local_pipeline(toy_slices(num_stages, meet), "shared_memory") as pipeline:
-
-        async def one(name: str) -> list[int]:
-            tokens: list[int] = []
-            params = SamplingParams(max_tokens=40, temperature=0.0)
-            async for chunk in pipeline.engine.generate(name, [int(name)], params):
-                tokens += chunk.token_ids
-                if len(tokens) == 30:
-                    is_over.set()
-                    barrier.abort()
-            return tokens
-
-        answers = await asyncio.gather(*(one(str(i)) for i in range(2 * num_stages)))
-    assert answers == [toy_tokens([i], 40, num_stages) for i in range(2 * num_stages)]
+    await check_overlap(lambda slices, sizes: local_pipeline(slices, "shared_memory", sizes), num_stages, Sizes())
 
 
 def test_two_stages_of_20_ms_are_never_idle() -> None:
