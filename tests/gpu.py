@@ -1,5 +1,6 @@
 """GPUs for tests: the stand-in everywhere, a real one where there is one."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -8,6 +9,10 @@ import pytest
 from stages.cuda import CudaDevice, CudaStream
 from stages.driver import Driver
 from tests.emulated_cuda import emulation
+
+# As the ranks have them: a kernel that is loaded while a wait is pending waits for it, and so do streams that share a queue.
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 GPUS = ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)]
 

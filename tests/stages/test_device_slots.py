@@ -185,7 +185,7 @@ class Runner:
 
     def forward(self, plan: StepPlan, hidden: torch.Tensor | None) -> torch.Tensor:
         for opening in plan.rows:
-            self._slots.positions[opening.slot] = opening.start
+            self._slots.positions[opening.slot].fill_(opening.start)  # assigning the number would copy, and wait for the stream
         return self._hidden
 
 
