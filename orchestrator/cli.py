@@ -9,7 +9,16 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from orchestrator import __version__
-from orchestrator.config import OPTIONS, ServeConfig, load_config, suggestion
+from orchestrator.config import (
+    CONFIG_FLAG,
+    CONFIG_HELP,
+    CONFIG_VARIABLE,
+    OPTIONS,
+    Resolved,
+    ServeConfig,
+    resolve_config,
+    suggestion,
+)
 from stages.errors import ConfigError, StagewireError, one_line
 
 DRAINED = 0
@@ -19,6 +28,7 @@ USAGE = 2
 COMMANDS = {
     "serve": "serve a model over HTTP",
     "rank": "run one stage of a pipeline; started by serve, or by torchrun on other hosts",
+    "config": "config show: print the config that options, variables and file give, and where each value came from",
     "version": "print the version",
 }
 
@@ -57,6 +67,8 @@ def _run(arguments: list[str], environ: Mapping[str, str]) -> int:
         exec_rank(arguments[1:])
     if command == "serve":
         return _serve(arguments[1:], environ)
+    if command == "config":
+        return _config(arguments[1:], environ)
     if not command:
         raise ConfigError(f"no command given; one of {', '.join(COMMANDS)} is needed (see stagewire --help)")
     raise ConfigError(f"unknown command {command}{suggestion(command, COMMANDS)}")
@@ -87,25 +99,50 @@ def set_up_logging(level: str) -> None:
 
 
 def parse_serve(arguments: Sequence[str], environ: Mapping[str, str]) -> ServeConfig:
-    """The config that the arguments after ``serve`` and ``STAGEWIRE_*`` variables give; ``ConfigError`` for bad ones."""
-    parser = _serve_parser()
+    """The config of the arguments after ``serve``, ``STAGEWIRE_*`` variables and a file; ``ConfigError`` for bad ones."""
+    return _resolve(_serve_parser("serve", "Serve a model over HTTP, cut into pipeline stages."), arguments, environ)[0].config
+
+
+def _config(arguments: list[str], environ: Mapping[str, str]) -> int:
+    action = arguments[0] if arguments else ""
+    if action in ("-h", "--help"):
+        print("usage: stagewire config show [--json | --yaml] [any option of serve]")  # noqa: T201
+        return DRAINED
+    if action != "show":
+        raise ConfigError(f"config {action or '(nothing)'}: must be config show{suggestion(action, ['show'])}")
+    parser = _serve_parser("config show", "Print the config that options, variables and file give.")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--json", dest="format", action="store_const", const="json", help="as JSON, which --config reads too")
+    how.add_argument("--yaml", dest="format", action="store_const", const="yaml", help="as a file for --config")
+    resolved, found = _resolve(parser, arguments[1:], environ)
+    from orchestrator.show_config import FORMATS  # here: no other command needs it
+
+    print(FORMATS[found.format or "table"](resolved))  # noqa: T201
+    return DRAINED
+
+
+def _resolve(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], environ: Mapping[str, str]
+) -> tuple[Resolved, argparse.Namespace]:
+    """The config, and all that the parser found."""
     found, unknown = parser.parse_known_args(arguments)
     if unknown:
         raise ConfigError(_unknown_argument(unknown[0]))
-    given: dict[str, str] = {name: value for name, value in vars(found).items() if value is not None}
-    positional = given.pop("positional_model", None)
+    texts: dict[str, str | None] = {option.field: getattr(found, option.field) for option in OPTIONS}
+    given = {name: text for name, text in texts.items() if text is not None}
+    positional: str | None = found.positional_model
     if positional is not None:
         if given.get("model", positional) != positional:
             raise ConfigError(f"--model {given['model']}: must not differ from the model given as MODEL, {positional}")
         given["model"] = positional
-    return load_config(given, environ)
+    return resolve_config(given, environ, found.config_file), found
 
 
 def _unknown_argument(argument: str) -> str:
     if not argument.startswith("-"):
         return f"unexpected argument {argument}: one MODEL may be given, options start with --"
     flag = argument.partition("=")[0]
-    flags = [name for option in OPTIONS for name in (option.flag, *option.aliases)]
+    flags = [CONFIG_FLAG, *(name for option in OPTIONS for name in (option.flag, *option.aliases))]
     return f"unknown option {flag}{suggestion(flag.replace('_', '-'), flags)}"
 
 
@@ -117,14 +154,17 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(re.sub(r"^argument (?:\S*/)?(\S+): ", r"\1: ", message))
 
 
-def _serve_parser() -> argparse.ArgumentParser:
+def _serve_parser(command: str, description: str) -> argparse.ArgumentParser:
+    """A parser of ``command`` that takes every option of serve."""
     parser = _Parser(
-        prog="stagewire serve",
-        description="Serve a model over HTTP, cut into pipeline stages.",
-        epilog="Each option can also be set by its variable; the flag wins.",
+        prog=f"stagewire {command}",
+        description=description,
+        epilog="Each option can also be set by its variable, or in the file of --config: the flag wins over the variable, the "
+        "variable over the file.",
         allow_abbrev=False,
     )
     parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="same as --model")
+    parser.add_argument(CONFIG_FLAG, dest="config_file", metavar="FILE", help=f"{CONFIG_HELP} [{CONFIG_VARIABLE}]")
     groups: dict[str, argparse._ArgumentGroup] = {}  # pyright: ignore[reportPrivateUsage]
     for option in OPTIONS:
         group = groups.get(option.room) or groups.setdefault(option.room, parser.add_argument_group(option.room))

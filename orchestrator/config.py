@@ -1,6 +1,7 @@
-"""The options of ``stagewire serve``: one declaration each, read from flags and ``STAGEWIRE_*`` variables.
+"""The options of ``stagewire serve``: one declaration each, read from flags, ``STAGEWIRE_*`` variables and a YAML file.
 
-A flag wins over its variable, which wins over the default. The environment is passed in, never read here.
+A flag wins over its variable, which wins over the file, which wins over the default. The environment is passed in, never read
+here.
 """
 
 import dataclasses
@@ -9,11 +10,20 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from stages.errors import ConfigError
 
+if TYPE_CHECKING:
+    from orchestrator.config_file import FileValue
+
 ENV_PREFIX = "STAGEWIRE_"
+
+# The YAML file is no option of the config that it gives, so it cannot name another one.
+CONFIG_FLAG = "--config"
+CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
+CONFIG_HELP = "a YAML file of options, each by its name with _ for -, as `max_num_seqs: 32`"
+DEFAULT = "default"
 
 # Kubernetes puts these into every container of a namespace that has a Service called "stagewire". They are not ours.
 _SERVICE_LINK = re.compile(r"STAGEWIRE_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
@@ -37,6 +47,7 @@ class Option:
     parse: Callable[[str], Any]
     rule: Rule
     aliases: tuple[str, ...]
+    takes_list: bool  # in a file its value may also be a list
     room: str
 
     @property
@@ -68,8 +79,9 @@ def _shorten(text: str, limit: int = 200) -> str:
     return one_line if len(one_line) <= limit else one_line[:limit] + "..."
 
 
-def _option(default: Any, help: str, parse: Callable[[str], Any], rule: Rule, *aliases: str) -> Any:
-    return dataclasses.field(default=default, metadata={"help": help, "parse": parse, "rule": rule, "aliases": aliases})
+def _option(default: Any, help: str, parse: Callable[[str], Any], rule: Rule, *aliases: str, takes_list: bool = False) -> Any:
+    metadata = {"help": help, "parse": parse, "rule": rule, "aliases": aliases, "takes_list": takes_list}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def _at_least(low: int) -> Rule:
@@ -158,6 +170,7 @@ class PipelineOptions:
         "layers of each stage, such as 16,14 (default: the largest stage as small as possible)",
         _parse_split,
         _optional(_SPLIT),
+        takes_list=True,
     )
     pp_transport: str = _option(
         "auto",
@@ -171,6 +184,7 @@ class PipelineOptions:
         "cuda:0,cuda:1 with a device for each rank",
         str.lower,
         _DEVICE,
+        takes_list=True,
     )
     spin_us: int = _option(
         10_000,
@@ -268,27 +282,68 @@ def _options() -> tuple[Option, ...]:
 OPTIONS: tuple[Option, ...] = _options()
 
 
-def load_config(given: Mapping[str, str], environ: Mapping[str, str]) -> ServeConfig:
-    """The config of the flags that were given (field name -> text) and the process's environment.
+@dataclass(frozen=True)
+class Resolved:
+    """A config, and where each of its values came from: a flag, a variable, ``FILE:LINE: key`` or ``DEFAULT``, by field."""
 
-    ``ConfigError`` for a value that breaks a rule and for a ``STAGEWIRE_*`` variable that is no option; it names the flag
-    or the variable.
+    config: ServeConfig
+    sources: Mapping[str, str]
+
+
+def load_config(given: Mapping[str, str], environ: Mapping[str, str], config_file: str | None = None) -> ServeConfig:
+    """The config that ``resolve_config`` finds."""
+    return resolve_config(given, environ, config_file).config
+
+
+def resolve_config(given: Mapping[str, str], environ: Mapping[str, str], config_file: str | None = None) -> Resolved:
+    """The config of the flags that were given (field name -> text), the process's environment, and ``--config``'s file.
+
+    ``ConfigError`` for a value that breaks a rule, and for a ``STAGEWIRE_*`` variable or a key of the file that is no option;
+    it names the flag, the variable, or the file with its line.
     """
     _refuse_unknown_variables(environ)
+    in_file = _read_file(environ, config_file)
     values: dict[str, Any] = {}
-    sources: dict[str, str] = {}
+    sources = {option.field: DEFAULT for option in OPTIONS}
     for option in OPTIONS:
         if option.field in given:
             text, source = given[option.field], option.flag
         elif option.variable in environ and not _is_service_link(option.variable, environ[option.variable]):
             text, source = environ[option.variable], option.variable
+        elif option.field in in_file:
+            found = in_file[option.field]
+            source = f"{found.source}: {option.field}"
+            if found.text is None and option.default is None:
+                sources[option.field] = source
+                continue
+            if found.text is None or (found.is_list and not option.takes_list):
+                raise ConfigError(f"{source} {'null' if found.text is None else '[...]'}: must be {option.rule.text}")
+            text = found.text
         else:
             continue
         values[option.field] = option.read(text, source)
         sources[option.field] = source
     num_stages = values.get("pipeline_parallel_size", ServeConfig.pipeline_parallel_size)
-    _check_num_parts(values.get("layer_split"), num_stages, sources.get("layer_split", ""))
-    return ServeConfig(**values)
+    _check_num_parts(values.get("layer_split"), num_stages, sources["layer_split"])
+    return Resolved(ServeConfig(**values), sources)
+
+
+def _read_file(environ: Mapping[str, str], config_file: str | None) -> "dict[str, FileValue]":
+    path = environ.get(CONFIG_VARIABLE) if config_file is None else config_file
+    if path is None:
+        return {}
+    named_by = CONFIG_VARIABLE if config_file is None else CONFIG_FLAG
+    if not _TEXT.accepts(path):
+        raise ConfigError(f"{named_by} {_shorten(path) or '(empty)'}: must be {_TEXT.text}")
+    from orchestrator.config_file import read_config_file  # here: most starts have no file, and need no YAML
+
+    in_file = read_config_file(path, named_by)
+    known = [option.field for option in OPTIONS]
+    for key, value in in_file.items():
+        if key not in known:
+            hint = suggestion(key.removeprefix("--").replace("-", "_"), known)
+            raise ConfigError(f"{value.source}: unknown option {_shorten(key)}{hint}")
+    return in_file
 
 
 def suggestion(unknown: str, known: Iterable[str]) -> str:
@@ -311,7 +366,7 @@ def _is_service_link(name: str, value: str) -> bool:
 
 
 def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:
-    known = {option.variable for option in OPTIONS}
+    known = {CONFIG_VARIABLE, *(option.variable for option in OPTIONS)}
     for name, value in environ.items():
         if name.startswith(ENV_PREFIX) and name not in known and not _is_service_link(name, value):
             raise ConfigError(f"unknown environment variable {_shorten(name)}{suggestion(name, known)}")

@@ -2,6 +2,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -81,6 +82,60 @@ class TestServe:
         assert got == [ServeConfig(max_queue=3)]
 
 
+class TestConfigShow:
+    def show(self, *arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+        assert cli.main(["config", "show", *arguments]) == 0
+        return capsys.readouterr().out
+
+    @pytest.fixture(autouse=True)
+    def environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("STAGEWIRE_MAX_QUEUE", "3")
+
+    @pytest.fixture
+    def file(self, tmp_path: Path) -> Path:
+        path = tmp_path / "worker.yaml"
+        path.write_text("port: 9000\nmax_queue: 5\nlayer_split: [16, 13, 1]\n")
+        return path
+
+    def test_the_table_says_where_each_value_came_from(self, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        shown = self.show("--config", str(file), "-pp", "3", "m", capsys=capsys)
+        rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in shown.splitlines()}
+        assert rows["--model"] == ["m", "--model"]
+        assert rows["--pipeline-parallel-size"] == ["3", "--pipeline-parallel-size"]
+        assert rows["--max-queue"] == ["3", "STAGEWIRE_MAX_QUEUE"]
+        assert rows["--port"] == ["9000", f"{file}:1: port"]
+        assert rows["--layer-split"] == ["16,13,1", f"{file}:3: layer_split"]
+        assert rows["--dtype"] == ["auto", "default"]
+        assert len(rows) == len(OPTIONS) + 1
+
+    @pytest.mark.parametrize("format", ["--json", "--yaml"])
+    def test_the_files_give_the_same_config_back(
+        self, format: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        arguments = ["--config", str(file), "-pp", "3", "--served-model-name", "null", "--model", 'a "b"\\: # ü']
+        again = tmp_path / "again"
+        again.write_text(self.show(format, *arguments, capsys=capsys))
+        config = cli.parse_serve(arguments, {"STAGEWIRE_MAX_QUEUE": "3"})
+        assert config.layer_split == (16, 13, 1)
+        assert config.served_model_name == "null"
+        assert cli.parse_serve(["--config", str(again)], {}) == config
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ([], "config (nothing): must be config show"),
+            (["shwo"], "config shwo: must be config show; did you mean show?"),
+            (["show", "--jsn"], "unknown option --jsn"),
+            (["show", "--confg", "x"], "unknown option --confg; did you mean --config?"),
+            (["show", "--port", "x"], "--port x: must be a whole number between 0 and 65535"),
+            (["show", "--json", "--yaml"], "--yaml: not allowed with argument --json"),
+        ],
+    )
+    def test_bad_arguments(self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["config", *arguments]) == 2
+        assert last_line(capsys) == f"stagewire: error: {message}"
+
+
 class TestExitCodes:
     @pytest.mark.parametrize(
         ("error", "code", "line"),
@@ -132,7 +187,7 @@ class TestCommands:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ([], "no command given; one of serve, rank, version is needed"),
+            ([], "no command given; one of serve, rank, config, version is needed"),
             (["srve"], "unknown command srve; did you mean serve?"),
         ],
     )
@@ -164,6 +219,6 @@ class TestCommands:
 def test_a_usage_error_loads_no_server() -> None:
     code = (
         "import sys; from orchestrator.cli import main; main(['serve', '--prot']);"
-        "sys.exit(bool({'torch', 'uvicorn', 'starlette', 'tokenizers', 'asyncio'} & set(sys.modules)))"
+        "sys.exit(bool({'torch', 'yaml', 'uvicorn', 'starlette', 'tokenizers', 'asyncio'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
