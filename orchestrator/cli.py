@@ -28,6 +28,7 @@ USAGE = 2
 COMMANDS = {
     "serve": "serve a model over HTTP",
     "rank": "run one stage of a pipeline; started by serve, or by torchrun on other hosts",
+    "check": "show what this machine can do, and whether it can serve what serve's options ask for",
     "config": "config show: print the config that options, variables and file give, and where each value came from",
     "version": "print the version",
 }
@@ -67,6 +68,8 @@ def _run(arguments: list[str], environ: Mapping[str, str]) -> int:
         exec_rank(arguments[1:])
     if command == "serve":
         return _serve(arguments[1:], environ)
+    if command == "check":
+        return _check(arguments[1:], environ)
     if command == "config":
         return _config(arguments[1:], environ)
     if not command:
@@ -101,6 +104,14 @@ def set_up_logging(level: str) -> None:
 def parse_serve(arguments: Sequence[str], environ: Mapping[str, str]) -> ServeConfig:
     """The config of the arguments after ``serve``, ``STAGEWIRE_*`` variables and a file; ``ConfigError`` for bad ones."""
     return _resolve(_serve_parser("serve", "Serve a model over HTTP, cut into pipeline stages."), arguments, environ)[0].config
+
+
+def _check(arguments: list[str], environ: Mapping[str, str]) -> int:
+    parser = _serve_parser("check", "Show what this machine can do; exit code 1 when it cannot serve what the options ask for.")
+    resolved, _ = _resolve(parser, arguments, environ)
+    from orchestrator.check import check  # here, so that a usage error is told before anything is looked at
+
+    return check(resolved.config)
 
 
 def _config(arguments: list[str], environ: Mapping[str, str]) -> int:
