@@ -1,9 +1,13 @@
 """A request as the engine sees it. Plain state: no I/O, no clock."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from stages.errors import ConfigError, StagewireError
+from stages.plan import MAX_LOGPROBS, TokenLogprobs
+
+MAX_BIAS = 100.0
 
 
 class FinishReason(StrEnum):
@@ -35,8 +39,12 @@ class SamplingParams:
     """What the client asked of sampling, checked and with defaults filled in.
 
     ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. ``seed`` None lets the engine draw one.
-    ``max_tokens`` counts generated tokens. ``stop_token_ids`` end the generation besides the model's own
-    end-of-sequence ids, which ``ignore_eos`` turns off.
+    ``max_tokens`` counts generated tokens; with 0 the prompt is computed and nothing is generated. ``stop_token_ids`` end the
+    generation besides the model's own end-of-sequence ids, which ``ignore_eos`` turns off; none of those that would end it
+    is sampled among the first ``min_tokens``. ``repetition_penalty`` 1 and the other penalties 0 are off; ``stages.history``
+    defines them. ``logit_bias`` is added to the logits of its token ids. ``num_logprobs`` is the number of most probable tokens
+    that are told with each generated token and its log-probability, ``num_prompt_logprobs`` the same for each token of the
+    prompt but the first; None is no log-probabilities.
     """
 
     max_tokens: int
@@ -47,18 +55,35 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         def check(is_ok: bool, name: str, rule: str) -> None:
             if not is_ok:
                 raise ConfigError(f"{name} {getattr(self, name)}: {rule}")
 
-        check(self.max_tokens >= 1, "max_tokens", "must be at least 1")
+        check(self.max_tokens >= 0, "max_tokens", "must be at least 0")
         check(0 <= self.temperature <= 100, "temperature", "must be between 0 and 100")
         check(0 < self.top_p <= 1, "top_p", "must be above 0 and at most 1")
         check(self.top_k >= 0, "top_k", "must be at least 0 (0 is off)")
         check(0 <= self.min_p <= 1, "min_p", "must be between 0 and 1")
         check(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "must fit in 64 bits")
+        check(0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"must be between 0 and max_tokens, {self.max_tokens}")
+        check(0 < self.repetition_penalty <= 100, "repetition_penalty", "must be above 0 and at most 100")
+        check(-2 <= self.presence_penalty <= 2, "presence_penalty", "must be between -2 and 2")
+        check(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "must be between -2 and 2")
+        for token_id, bias in self.logit_bias.items():
+            if not -MAX_BIAS <= bias <= MAX_BIAS:
+                raise ConfigError(f"logit_bias {bias}: of token {token_id} must be between {-MAX_BIAS:g} and {MAX_BIAS:g}")
+        for name in ("num_logprobs", "num_prompt_logprobs"):
+            number: int | None = getattr(self, name)
+            check(number is None or 0 <= number <= MAX_LOGPROBS, name, f"must be between 0 and {MAX_LOGPROBS}")
 
 
 @dataclass(frozen=True)
@@ -66,11 +91,15 @@ class TokenChunk:
     """Tokens that one step gave to one request; ``finish_reason`` is set on the last chunk of a request.
 
     A token that ended the generation (end of sequence or a stop token) is in ``token_ids``; ``stop_token_id`` names it.
+    ``logprobs`` has one entry for each token if they were asked for, and the first chunk has those of the prompt's tokens, from
+    the second on, in ``prompt_logprobs``.
     """
 
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
+    logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
 
 
 class QueueFull(StagewireError):
@@ -95,7 +124,8 @@ class ShutDown(StagewireError):
 class Request:
     """One generation. The engine owns it from admission to its last token, whatever happens to the ranks.
 
-    ``token_ids`` is the prompt followed by what was generated. Placement (slot, blocks, progress) belongs to the Scheduler.
+    ``token_ids`` is the prompt followed by what was generated, ``prompt_logprobs`` those known so far. Placement (slot, blocks,
+    progress) belongs to the Scheduler.
     """
 
     request_id: str
@@ -103,6 +133,7 @@ class Request:
     params: SamplingParams
     seed: int
     token_ids: list[int] = field(default_factory=list[int])
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)

@@ -17,7 +17,17 @@ from dataclasses import dataclass, field
 
 from orchestrator.request import FinishReason, QueueFull, Request, TokenChunk
 from stages.errors import ConfigError, ControlError, StageFailed
-from stages.plan import PlanRow, RowKind, RowSampling, SampledRow, StepPlan, StepResult
+from stages.plan import (
+    MAX_SCORED_TOKENS,
+    NO_LOGPROBS,
+    PlanRow,
+    RowKind,
+    RowSampling,
+    SampledRow,
+    ScoredRow,
+    StepPlan,
+    StepResult,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +66,7 @@ class _Sequence:
     num_computed: int = 0  # tokens whose KV entries are computed or planned
     is_prefilling: bool = True
     is_in_flight: bool = False
+    scores_from: int = 0  # in flight: the position of the first of the scored tokens
     token_step_id: int = -1  # the step that sampled its last token
 
     @property
@@ -109,7 +120,7 @@ class Scheduler:
         num_prompt_tokens = len(request.prompt_token_ids)
         if num_prompt_tokens == 0:
             raise ConfigError("prompt: has no tokens, must have at least 1")
-        if num_prompt_tokens >= self.config.max_model_len:
+        if num_prompt_tokens + min(request.params.max_tokens, 1) > self.config.max_model_len:
             raise ConfigError(
                 f"prompt: has {num_prompt_tokens} tokens, must leave room for at least one more in the context of "
                 f"{self.config.max_model_len} (--max-model-len)"
@@ -161,10 +172,13 @@ class Scheduler:
             raise ControlError(f"a result came for step {result.step_id}, which is not in flight")
         for sequence in sequences:
             sequence.is_in_flight = False
+        for scored in result.scored:  # first: they come before the token that follows the prompt
+            if (sequence := self._sequence_of(scored)) is not None:
+                self._add_prompt_logprobs(sequence, scored)
         chunks: list[tuple[Request, TokenChunk | StageFailed]] = []
         for row in result.rows:
-            sequence = self._seats[row.slot] if 0 <= row.slot < len(self._seats) else None
-            if sequence is None or sequence.generation != row.generation:
+            sequence = self._sequence_of(row)
+            if sequence is None:
                 self.num_stale_rows += 1
                 continue
             if row.error:
@@ -191,10 +205,12 @@ class Scheduler:
             if self._grow(sequence):
                 picked.append((sequence, self._decode_row(sequence)))
                 max_tokens -= 1
-        while len(picked) < max_rows and max_tokens > 0 and (sequence := self._next_prefill()) is not None:
-            row = self._prefill_row(sequence, max_tokens)
+        max_scored = MAX_SCORED_TOKENS
+        while len(picked) < max_rows and max_tokens > 0 and max_scored > 0 and (sequence := self._next_prefill()) is not None:
+            row = self._prefill_row(sequence, min(max_tokens, max_scored) if _num_unscored(sequence) else max_tokens)
             picked.append((sequence, row))
             max_tokens -= row.num_tokens
+            max_scored -= len(row.scored)
         return picked
 
     def _max_rows(self) -> int:
@@ -280,20 +296,47 @@ class Scheduler:
         is_last_chunk = start + num_tokens == sequence.num_tokens
         sequence.num_computed += num_tokens
         sequence.is_in_flight = True
-        params = sequence.request.params
+        request = sequence.request
+        # The token after each position of the chunk, as far as it is in the prompt. After a preemption some may be known.
+        scored = request.prompt_token_ids[start + 1 : start + num_tokens + 1] if _num_unscored(sequence) else []
+        sequence.scores_from = start + 1
         return PlanRow(
             sequence.slot,
             sequence.generation,
             RowKind.PREFILL,
             start,
             num_tokens,
-            token_ids=sequence.request.token_ids[start : start + num_tokens],
+            token_ids=request.token_ids[start : start + num_tokens],
             # All blocks come with the first chunk: a prefill once begun never waits for memory.
             blocks=self._take_blocks(sequence, sequence.num_tokens + 1),
-            sampling=RowSampling(params.temperature, params.top_p, params.top_k, params.min_p, sequence.request.seed)
-            if start == 0
-            else None,
+            sampling=self._row_sampling(request) if start == 0 else None,
             needs_token=is_last_chunk,
+            scored=scored,
+        )
+
+    def _row_sampling(self, request: Request) -> RowSampling:
+        params = request.params
+        num_prompt_tokens = len(request.prompt_token_ids)
+        banned = set[int]()
+        if params.min_tokens:
+            banned.update(params.stop_token_ids)
+            if not params.ignore_eos:
+                banned.update(self.config.eos_token_ids)
+        return RowSampling(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            seed=request.seed,
+            num_prompt_tokens=num_prompt_tokens,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            logit_bias=list(params.logit_bias.items()),
+            banned_token_ids=sorted(banned),
+            banned_until=num_prompt_tokens + params.min_tokens if banned else 0,
+            num_logprobs=NO_LOGPROBS if params.num_logprobs is None else params.num_logprobs,
+            num_prompt_logprobs=NO_LOGPROBS if params.num_prompt_logprobs is None else params.num_prompt_logprobs,
         )
 
     def _num_blocks_for(self, num_tokens: int) -> int:
@@ -310,8 +353,12 @@ class Scheduler:
 
     def _append(self, sequence: _Sequence, row: SampledRow, step_id: int) -> TokenChunk:
         request, params = sequence.request, sequence.request.params
+        prompt_logprobs = request.prompt_logprobs if request.num_generated == 0 else ()
         sequence.is_prefilling = False
         sequence.token_step_id = step_id
+        if params.max_tokens == 0:  # the prompt is computed, which is all that was asked for
+            self._remove(sequence)
+            return TokenChunk([], FinishReason.LENGTH, prompt_logprobs=prompt_logprobs)
         new_token_ids: list[int] = []
         finish_reason: FinishReason | None = None
         stop_token_id: int | None = None
@@ -326,7 +373,17 @@ class Scheduler:
             if finish_reason is not None:
                 self._remove(sequence)
                 break
-        return TokenChunk(new_token_ids, finish_reason, stop_token_id)
+        return TokenChunk(new_token_ids, finish_reason, stop_token_id, row.logprobs[: len(new_token_ids)], prompt_logprobs)
+
+    def _sequence_of(self, row: SampledRow | ScoredRow) -> _Sequence | None:
+        """Whose row it is; None when that one has left its seat."""
+        sequence = self._seats[row.slot] if 0 <= row.slot < len(self._seats) else None
+        return sequence if sequence is not None and sequence.generation == row.generation else None
+
+    def _add_prompt_logprobs(self, sequence: _Sequence, row: ScoredRow) -> None:
+        known = sequence.request.prompt_logprobs
+        num_known_here = 1 + len(known) - sequence.scores_from
+        known.extend(row.logprobs[max(num_known_here, 0) :])
 
     def _remove(self, sequence: _Sequence) -> None:
         del self._sequences[sequence.request.request_id]
@@ -350,3 +407,11 @@ class Scheduler:
         self._running.remove(sequence)
         sequence.slot = sequence.generation = -1
         sequence.blocks = []
+
+
+def _num_unscored(sequence: _Sequence) -> int:
+    """Tokens of the prompt whose log-probabilities are wanted and not yet known."""
+    request = sequence.request
+    if request.params.num_prompt_logprobs is None:
+        return 0
+    return len(request.prompt_token_ids) - 1 - len(request.prompt_logprobs)

@@ -12,6 +12,7 @@ from stages.device import HostStream, Stream
 from stages.device_slots import DeviceSlotTable
 from stages.driver import Driver
 from stages.errors import ConfigError, CudaError, StagewireError, one_line
+from stages.history import TokenHistory
 from stages.kernels import Kernels
 from stages.kv_cache import PagedKVCache
 from stages.model.slice import StageModel, default_split, load_stage, resolve_dtype
@@ -150,6 +151,9 @@ class RankAssembly:
                 limits.max_num_seqs, limits.max_sample_len, gpu.device, gpu.torch_device, gpu.kernels, max_steps
             )
             outputs = DeviceSamplerOutputs(gpu.torch_device, limits.max_num_seqs, limits.max_sample_len, max_steps)
+        history = None
+        if group.is_last_rank:  # all of it now: on a GPU nothing is allocated while a stream may wait for a peer
+            history = TokenHistory(limits.max_num_seqs, limits.max_model_len, CPU if gpu is None else gpu.torch_device)
         config = TransportConfig(
             name=transport,
             pp_group=group,
@@ -167,7 +171,7 @@ class RankAssembly:
             boundary=self._slice.boundary,
             compute=compute,
             runner=self._slice.make_runner(slots, limits),
-            sampler=Sampler(self._slice.vocab_size, limits.max_num_seqs),
+            sampler=Sampler(self._slice.vocab_size, limits.max_num_seqs, history),
             outputs=outputs,
             slots=slots,
             transport=create_pp_transport(config),

@@ -9,7 +9,11 @@ from enum import IntEnum
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
+NO_LOGPROBS = -1
+MAX_LOGPROBS = 20  # top tokens of a position: what clients ask for, and what a result can carry without weight
+# Prompt positions whose logits a step may compute. They are as wide as the vocabulary: 256 take 150 MB with 150,000 tokens.
+MAX_SCORED_TOKENS = 256
 
 
 class RowKind(IntEnum):
@@ -22,6 +26,12 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True):
 
     ``temperature`` 0 means greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. A draw is a pure
     function of (``seed``, position of the sampled token).
+
+    ``repetition_penalty`` 1 and the other penalties 0 are off; tokens from position ``num_prompt_tokens`` on count as
+    generated, also those that come as token ids of a prefill. ``logit_bias`` lists token ids and what is added to their
+    logits. ``banned_token_ids`` are not sampled at positions before ``banned_until``. ``num_logprobs`` is the number of top
+    tokens whose log-probabilities come with each sampled token's own, ``num_prompt_logprobs`` the same for
+    ``PlanRow.scored``; ``NO_LOGPROBS`` is none at all.
     """
 
     temperature: float = 0.0
@@ -29,6 +39,19 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True):
     top_k: int = 0
     min_p: float = 0.0
     seed: int = 0
+    num_prompt_tokens: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: list[tuple[int, float]] = []
+    banned_token_ids: list[int] = []
+    banned_until: int = 0
+    num_logprobs: int = NO_LOGPROBS
+    num_prompt_logprobs: int = NO_LOGPROBS
+
+    @property
+    def is_penalised(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
 class PlanRow(msgspec.Struct, frozen=True, array_like=True):
@@ -37,7 +60,8 @@ class PlanRow(msgspec.Struct, frozen=True, array_like=True):
     ``start`` is the position of the first of ``num_tokens`` tokens. ``token_ids`` holds them for a prefill
     row and is empty for a decode row. ``blocks`` are KV block numbers appended to the slot's block table
     before the step. ``sampling`` is given with the first row of a (slot, generation) and None after that.
-    ``needs_token``: the last rank samples from the row's last position.
+    ``needs_token``: the last rank samples from the row's last position. ``scored`` are the tokens that follow the row's first
+    positions in the prompt, for as many of them as log-probabilities are wanted.
     """
 
     slot: int
@@ -49,6 +73,7 @@ class PlanRow(msgspec.Struct, frozen=True, array_like=True):
     blocks: list[int]
     sampling: RowSampling | None
     needs_token: bool
+    scored: list[int] = []
 
 
 class StepPlan(msgspec.Struct, frozen=True, tag="plan"):
@@ -79,8 +104,19 @@ class StepPlan(msgspec.Struct, frozen=True, tag="plan"):
         return [row for row in self.rows if row.needs_token]
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """The log-probability of a token, and the most probable tokens at its place with theirs, best first.
+
+    They are the log-softmax of the model's own logits in float32, before anything that a request asks of sampling.
+    """
+
+    logprob: float
+    top_token_ids: list[int]
+    top_logprobs: list[float]
+
+
 class SampledRow(msgspec.Struct, frozen=True, array_like=True):
-    """One sampled row of a result: ``token_ids`` are the accepted tokens, in order.
+    """One sampled row of a result: ``token_ids`` are the accepted tokens, in order, ``logprobs`` one for each if asked for.
 
     ``error`` is empty, or one line that says why nothing could be sampled; the request fails then, and no other.
     """
@@ -89,16 +125,26 @@ class SampledRow(msgspec.Struct, frozen=True, array_like=True):
     generation: int
     token_ids: list[int]
     num_rejected: int
-    logprobs: list[float]
+    logprobs: list[TokenLogprobs]
     error: str = ""
 
 
+class ScoredRow(msgspec.Struct, frozen=True, array_like=True):
+    """The log-probabilities of a plan row's ``scored`` tokens, in their order."""
+
+    slot: int
+    generation: int
+    logprobs: list[TokenLogprobs]
+
+
 class StepResult(msgspec.Struct, frozen=True, tag="result"):
-    """What the last rank sampled in a step, one entry for each of the plan's ``sampled_rows``."""
+    """What the last rank sampled in a step: ``rows`` has one entry for each of the plan's ``sampled_rows``, ``scored`` one for
+    each row with ``scored`` tokens."""
 
     epoch: int
     step_id: int
     rows: list[SampledRow]
+    scored: list[ScoredRow] = []
 
 
 class StepDone(msgspec.Struct, frozen=True, tag="done"):

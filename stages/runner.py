@@ -7,7 +7,7 @@ import torch
 
 from stages.kv_cache import AttentionStep, PagedKVCache
 from stages.model.slice import StageModel
-from stages.plan import Limits, PlanRow, RowKind, StepPlan
+from stages.plan import MAX_SCORED_TOKENS, Limits, PlanRow, RowKind, StepPlan
 from stages.slots import SlotTable
 from stages.upload import upload
 
@@ -53,6 +53,8 @@ class StageRunner:
             raise ValueError(
                 f"step {plan.step_id}: {plan.num_tokens} tokens, the most are {self.limits.max_num_batched_tokens}"
             )
+        if sum(len(row.scored) for row in plan.rows) > MAX_SCORED_TOKENS:
+            raise ValueError(f"step {plan.step_id}: more than {MAX_SCORED_TOKENS} scored tokens")
         for row in plan.rows:
             if row.sampling is not None:
                 self.slots.open(row.slot, row.generation)
@@ -67,8 +69,9 @@ class StageRunner:
         """Compute the plan's step.
 
         ``hidden [num_tokens, hidden_size]`` comes from the previous stage, None on the first. Returns hidden states of that
-        shape, or on the last stage the logits ``[num_reqs, vocab_size]`` of the plan's ``sampled_rows``. The KV of every row is
-        written, whether or not it needs a token. After an exception the next step can run.
+        shape, or on the last stage the logits ``[n, vocab_size]`` of the plan's ``sampled_rows``, followed by those of all
+        ``scored`` tokens. The KV of every row is written, whether or not it needs a token. After an exception the next step can
+        run.
         """
         step = self._prepared.pop(plan.step_id)
         if not plan.rows:
@@ -88,7 +91,7 @@ class StageRunner:
         self.cache.extend(0, blocks)
         num_decodes = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         for rows in (
-            [PlanRow(0, 0, RowKind.PREFILL, 0, length, [0] * length, [], None, True)],
+            [PlanRow(0, 0, RowKind.PREFILL, 0, length, [0] * length, [], None, True, [0] * min(length, MAX_SCORED_TOKENS))],
             [PlanRow(0, 0, RowKind.DECODE, length - 1, 1, [], [], None, True)] * num_decodes,
         ):
             plan = StepPlan(0, 0, rows, [], [], 1, 1)
@@ -108,10 +111,16 @@ class StageRunner:
         if row.kind is RowKind.DECODE:
             if row.num_tokens != 1:
                 raise ValueError(f"slot {row.slot}: a decode row has 1 token, not {row.num_tokens}")
+            if row.scored:
+                raise ValueError(f"slot {row.slot}: a decode row has no scored tokens")
         elif len(row.token_ids) != row.num_tokens:
             raise ValueError(f"slot {row.slot}: {len(row.token_ids)} token ids for {row.num_tokens} tokens")
         elif min(row.token_ids) < 0 or max(row.token_ids) >= self.model.vocab_size:
             raise ValueError(f"slot {row.slot}: token ids must be between 0 and {self.model.vocab_size - 1}")
+        elif len(row.scored) > row.num_tokens:
+            raise ValueError(f"slot {row.slot}: {len(row.scored)} scored tokens for {row.num_tokens} positions")
+        elif row.scored and not 0 <= min(row.scored) <= max(row.scored) < self.model.vocab_size:
+            raise ValueError(f"slot {row.slot}: scored tokens must be between 0 and {self.model.vocab_size - 1}")
 
     def _place(self, step: "_PreparedStep") -> None:
         """Read the decode rows' positions from the slots and compare them with the plan's; set the prefill rows'."""
@@ -165,12 +174,15 @@ class _PreparedStep:
         positions: list[int] = []
         token_ids: list[int] = []
         logits_rows: list[int] = []
+        scored_rows: list[int] = []
         decode_tokens: list[int] = []
         decodes = [row for row in plan.rows if row.kind is RowKind.DECODE]
         prefills = [row for row in plan.rows if row.kind is RowKind.PREFILL]
         for row in plan.rows:
             if row.kind is RowKind.DECODE:
                 decode_tokens.append(len(positions))
+            if row.scored:
+                scored_rows.extend(range(len(positions), len(positions) + len(row.scored)))
             positions.extend(range(row.start, row.start + row.num_tokens))
             token_ids.extend(row.token_ids if row.kind is RowKind.PREFILL else [0])
             if row.needs_token:
@@ -183,7 +195,7 @@ class _PreparedStep:
             attention=cache.prepare(plan.rows),
             positions=indices(positions),
             token_ids=indices(token_ids),
-            logits_rows=indices(logits_rows),
+            logits_rows=indices(logits_rows + scored_rows),
             decode_rows=decodes,
             decode_tokens=indices(decode_tokens),
             decode_slots=indices([row.slot for row in decodes]) if decodes else None,

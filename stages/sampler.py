@@ -1,15 +1,19 @@
 """Choosing tokens from logits, on the last rank.
 
-The order is that of transformers: the logits are divided by the temperature, then ``top_k`` keeps the k largest, then ``top_p``
-keeps the fewest of what is left whose probabilities add up to at least p, then ``min_p`` drops what is less probable than min_p
-times the most probable token. The most probable token always stays, and tokens that tie with the least of those kept stay
-too, so that no result depends on how a sort breaks ties.
+First come the changes to single logits, in vLLM's order: tokens that are banned for now lose theirs, ``logit_bias`` is added,
+then the penalties are taken (``stages.history``). The rest is in the order of transformers: the logits are divided by the
+temperature, then ``top_k`` keeps the k largest, then ``top_p`` keeps the fewest of what is left whose probabilities add up to
+at least p, then ``min_p`` drops what is less probable than min_p times the most probable token. The most probable token always
+stays, and tokens that tie with the least of those kept stay too, so that no result depends on how a sort breaks ties.
 
 A draw is a pure function of the logits and of (seed, position): one uniform number from Philox with the seed as its key and
 the position of the sampled token as its counter, looked up in the cumulative distribution in token-id order (float64).
-Temperature 0 is greedy; of equal logits the lowest token id wins.
+Temperature 0 is greedy; of equal logits the lowest token id wins. Log-probabilities are of the logits as they came.
+
+Nothing here waits for a GPU, and a row that asks for none of a feature takes no part in what it costs.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,9 +21,11 @@ import numpy as np
 import torch
 
 from stages.device import Stream
-from stages.plan import PlanRow, RowSampling
+from stages.history import TokenHistory
+from stages.logprobs import StepLogprobs, pack_logprobs
+from stages.plan import MAX_LOGPROBS, MAX_SCORED_TOKENS, NO_LOGPROBS, PlanRow, RowSampling
 from stages.pp_handler import unpack_tokens
-from stages.slots import NO_TOKEN, void
+from stages.slots import NO_TOKEN
 from stages.transport.links import token_slot_bytes
 from stages.upload import upload
 
@@ -27,19 +33,20 @@ from stages.upload import upload
 NUM_NUCLEUS_CANDIDATES = 256
 
 
-@dataclass(frozen=True)
+@dataclass
 class SamplerOutput:
     """A step's sampled tokens, one row for each of the plan's ``sampled_rows``.
 
     ``sampled_token_ids [num_reqs, max_sample_len] int64``, -1 past a row's tokens; ``num_sampled [num_reqs] int32``;
     ``num_rejected [num_reqs] int32``. They are views of ``packed``, one after the other. A row whose logits had NaN, +inf or no
-    finite value has ``num_sampled`` 0; the other rows are not affected.
+    finite value has ``num_sampled`` 0; the other rows are not affected. ``logprobs`` is there, in stream order, if a row asks.
     """
 
     sampled_token_ids: torch.Tensor
     num_sampled: torch.Tensor
     num_rejected: torch.Tensor
     packed: torch.Tensor
+    logprobs: StepLogprobs | None = None
 
     @classmethod
     def empty(cls, num_reqs: int, max_sample_len: int, device: torch.device | None = None) -> "SamplerOutput":
@@ -70,6 +77,8 @@ class DeviceSamplerOutputs(SamplerOutputs):
         self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(max_steps)]
         is_pinned = device.type == "cuda"
         self._mirrors = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(max_steps)]
+        num_logprobs = (max_num_reqs + MAX_SCORED_TOKENS) * (1 + 2 * MAX_LOGPROBS)
+        self._logprobs = [torch.empty(num_logprobs, dtype=torch.int32, pin_memory=is_pinned) for _ in range(max_steps)]
         self._index = -1
 
     def next(self, num_reqs: int, max_sample_len: int) -> SamplerOutput:
@@ -78,17 +87,28 @@ class DeviceSamplerOutputs(SamplerOutputs):
         return SamplerOutput.over(self._buffers[self._index][:num_bytes], num_reqs, max_sample_len)
 
     def to_host(self, compute: Stream, output: SamplerOutput) -> SamplerOutput:
-        mirror = self._mirrors[self._index][: len(output.packed)]
-        compute.launch(lambda: void(mirror.copy_(output.packed, non_blocking=True)))
-        return SamplerOutput.over(mirror, *output.sampled_token_ids.shape)
+        mirror, logprobs = self._mirrors[self._index][: len(output.packed)], self._logprobs[self._index]
+        on_host = SamplerOutput.over(mirror, *output.sampled_token_ids.shape)
+
+        def copy() -> None:
+            mirror.copy_(output.packed, non_blocking=True)
+            if output.logprobs is not None:
+                on_host.logprobs = output.logprobs.copied_to(logprobs)
+
+        compute.launch(copy)
+        return on_host
 
 
 class Sampler:
-    """Samples for ``num_slots`` sequence slots, remembering how each is sampled. Called in step order from one thread."""
+    """Samples for ``num_slots`` sequence slots, remembering how each is sampled. Called in step order from one thread.
 
-    def __init__(self, vocab_size: int, num_slots: int) -> None:
+    ``history`` keeps the tokens of penalised slots; without one no row may be penalised.
+    """
+
+    def __init__(self, vocab_size: int, num_slots: int, history: TokenHistory | None = None) -> None:
         self.vocab_size = vocab_size
-        self._samplings: list[tuple[int, RowSampling] | None] = [None] * num_slots
+        self._history = history
+        self._seats: list[_Seat | None] = [None] * num_slots
 
     @torch.inference_mode()
     def sample(
@@ -97,42 +117,156 @@ class Sampler:
         """Sample one token for each of ``rows`` that needs one.
 
         ``rows`` are all rows of the step, so that the sampling of a row whose first chunk needs no token is seen too;
-        ``logits [num_reqs, vocab_size]`` of any float dtype are those of the rows that need a token, in that order.
-        ``out``, when given, is filled and returned. ``ValueError`` when a row's sampling was never given.
+        ``logits [n, vocab_size]`` of any float dtype are those of the rows that need a token, in that order, and then those of
+        all rows' scored tokens. ``out``, when given, is filled and returned. ``ValueError`` when a row's sampling never was.
         """
+        sampled = [row for row in rows if row.needs_token]
+        scored = [row for row in rows if row.scored]
+        num_logits = len(sampled) + sum(len(row.scored) for row in scored)
+        if logits.shape != (num_logits, self.vocab_size):
+            raise ValueError(f"logits {tuple(logits.shape)}: must be {(num_logits, self.vocab_size)}")
         for row in rows:
             if row.sampling is not None:
-                self._samplings[row.slot] = (row.generation, row.sampling)
-        sampled = [row for row in rows if row.needs_token]
-        if logits.shape != (len(sampled), self.vocab_size):
-            raise ValueError(f"logits {tuple(logits.shape)}: must be {(len(sampled), self.vocab_size)}")
+                self._seats[row.slot] = _Seat(row.generation, row.sampling, logits.device)
+            if row.token_ids:
+                self._remember_prompt(row)
         output = out or SamplerOutput.empty(len(sampled), max_sample_len)
         if max_sample_len > 1:
             output.sampled_token_ids.fill_(NO_TOKEN)
         output.num_rejected.zero_()
-        if not sampled:
-            return output
-        samplings = [self._sampling_of(row) for row in sampled]
-        largest, token_ids = logits.max(dim=1)
-        is_finite = largest.isfinite()
-        random = [i for i, sampling in enumerate(samplings) if sampling.temperature > 0]
-        if random:
-            drawing = upload(random, torch.int64, logits.device)
-            drawn = _draw(
-                logits[drawing],
-                [samplings[i] for i in random],
-                [sampled[i].start + sampled[i].num_tokens for i in random],
-            )
-            token_ids.index_copy_(0, drawing, drawn)
-        output.num_sampled.copy_(is_finite)
-        output.sampled_token_ids[:, 0] = token_ids.masked_fill_(~is_finite, NO_TOKEN)
+        seats = [self._seat_of(row) for row in sampled]
+        if sampled:
+            token_ids, is_finite = self._choose(logits[: len(sampled)] if scored else logits, sampled, seats)
+            output.num_sampled.copy_(is_finite)
+            output.sampled_token_ids[:, 0] = token_ids.masked_fill(~is_finite, NO_TOKEN)
+        else:
+            token_ids = output.sampled_token_ids.flatten()
+        output.logprobs = self._logprobs(logits, token_ids, seats, scored)
         return output
 
-    def _sampling_of(self, row: PlanRow) -> RowSampling:
-        known = self._samplings[row.slot]
-        if known is None or known[0] != row.generation:
+    def _choose(
+        self, logits: torch.Tensor, rows: Sequence[PlanRow], seats: "Sequence[_Seat]"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A token id for each of ``logits [n, vocab]``, and whether the row is good for one, both ``[n]``."""
+        positions = [row.start + row.num_tokens for row in rows]
+        largest, token_ids = logits.max(dim=1)
+        is_finite = largest.isfinite()
+        changing = [i for i, seat in enumerate(seats) if seat.changes_logits(positions[i])]
+        changed: torch.Tensor | None = None
+        if changing:
+            where = upload(changing, torch.int64, logits.device)
+            changed = logits[where].to(torch.float32)
+            self._change(
+                changed, [rows[i].slot for i in changing], [positions[i] for i in changing], [seats[i] for i in changing]
+            )
+            largest, chosen = changed.max(dim=1)
+            token_ids.index_copy_(0, where, chosen)
+            is_finite.index_copy_(0, where, is_finite[where] & largest.isfinite())
+        random = [i for i, seat in enumerate(seats) if seat.sampling.temperature > 0]
+        if random:
+            where = upload(random, torch.int64, logits.device)
+            drawn_from = logits[where]
+            if changed is not None:
+                places = {i: place for place, i in enumerate(changing)}
+                both = [(to, places[i]) for to, i in enumerate(random) if i in places]
+                to = upload([to for to, _ in both], torch.int64, logits.device)
+                of = upload([of for _, of in both], torch.int64, logits.device)
+                drawn_from = drawn_from.to(torch.float32).index_copy_(0, to, changed[of])
+            drawn = _draw(drawn_from, [seats[i].sampling for i in random], [positions[i] for i in random])
+            token_ids.index_copy_(0, where, drawn)
+        remembered = [i for i in changing if seats[i].sampling.is_penalised]
+        if remembered:
+            assert self._history is not None
+            new = token_ids if len(remembered) == len(rows) else token_ids[upload(remembered, torch.int64, logits.device)]
+            slots, at = [rows[i].slot for i in remembered], [positions[i] for i in remembered]
+            # An index into the vocabulary, whatever the logits were: it is read back before anybody has looked at it.
+            self._history.store_sampled(slots, at, new.clamp(0, self.vocab_size - 1))
+        return token_ids, is_finite
+
+    def _change(self, logits: torch.Tensor, slots: Sequence[int], positions: Sequence[int], seats: "Sequence[_Seat]") -> None:
+        """Ban, bias and penalise ``logits [n, vocab]`` float32, in place."""
+        biases = [(i, bias) for i, seat in enumerate(seats) for bias in seat.biases(positions[i])]
+        if biases:
+            counts = upload([len(bias.token_ids) for _, bias in biases], torch.int64, logits.device)
+            rows = upload([i for i, _ in biases], torch.int64, logits.device)
+            num_values = sum(len(bias.token_ids) for _, bias in biases)
+            rows = rows.repeat_interleave(counts, output_size=num_values)
+            index = rows * self.vocab_size + torch.cat([bias.token_ids for _, bias in biases])
+            logits.view(-1).index_add_(0, index, torch.cat([bias.values for _, bias in biases]))
+        penalised = [i for i, seat in enumerate(seats) if seat.sampling.is_penalised]
+        if penalised:
+            assert self._history is not None
+            which = upload(penalised, torch.int64, logits.device)
+            part = logits if len(penalised) == len(seats) else logits[which]
+            samplings = [seats[i].sampling for i in penalised]
+            self._history.penalise(part, [slots[i] for i in penalised], [positions[i] for i in penalised], samplings)
+            if part is not logits:
+                logits.index_copy_(0, which, part)
+
+    def _logprobs(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, seats: "Sequence[_Seat]", scored: Sequence[PlanRow]
+    ) -> StepLogprobs | None:
+        wanted = [(i, seat.sampling.num_logprobs) for i, seat in enumerate(seats) if seat.sampling.num_logprobs != NO_LOGPROBS]
+        if not wanted and not scored:
+            return None
+        scored_rows = [(row, self._seat_of(row).sampling.num_prompt_logprobs) for row in scored]
+        if len(wanted) < len(seats):
+            index = [i for i, _ in wanted] + list(range(len(seats), len(logits)))
+            logits = logits[upload(index, torch.int64, logits.device)]
+            token_ids = token_ids[upload([i for i, _ in wanted], torch.int64, token_ids.device)]
+        if scored:
+            following = [token_id for row in scored for token_id in row.scored]
+            token_ids = torch.cat([token_ids, upload(following, torch.int64, token_ids.device)])
+        num_top = max(num_top for _, num_top in (*wanted, *scored_rows))
+        return StepLogprobs(pack_logprobs(logits, token_ids, num_top), wanted, scored_rows)
+
+    def _remember_prompt(self, row: PlanRow) -> None:
+        seat = self._seats[row.slot]
+        if seat is not None and seat.generation == row.generation and seat.sampling.is_penalised:
+            if self._history is None:
+                raise ValueError(f"slot {row.slot}: is penalised, and this sampler keeps no history")
+            self._history.store_prompt(row.slot, row.start, row.token_ids)
+
+    def _seat_of(self, row: PlanRow) -> "_Seat":
+        seat = self._seats[row.slot]
+        if seat is None or seat.generation != row.generation:
             raise ValueError(f"slot {row.slot}, generation {row.generation}: sampled before its sampling was given")
-        return known[1]
+        return seat
+
+
+@dataclass(frozen=True)
+class _Biases:
+    """What is added to a row's logits: ``token_ids [n]`` int64 and ``values [n]`` float32, on the device."""
+
+    token_ids: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int], values: Sequence[float], device: torch.device) -> "tuple[_Biases, ...]":
+        """One, or none when there is nothing to add."""
+        if not token_ids:
+            return ()
+        return (cls(upload(token_ids, torch.int64, device), upload(values, torch.float32, device)),)
+
+
+class _Seat:
+    """How the tokens of a sequence slot are sampled, for one generation."""
+
+    def __init__(self, generation: int, sampling: RowSampling, device: torch.device) -> None:
+        self.generation = generation
+        self.sampling = sampling
+        given, banned = sampling.logit_bias, sampling.banned_token_ids
+        self._bias = _Biases.of([token_id for token_id, _ in given], [value for _, value in given], device)
+        self._ban = _Biases.of(banned, [-math.inf] * len(banned), device) if sampling.banned_until else ()
+        self._always_changes = bool(self._bias) or sampling.is_penalised
+        self._is_banned_until = sampling.banned_until if self._ban else 0
+
+    def changes_logits(self, position: int) -> bool:
+        """Whether the logits of the token at ``position`` are to be changed before it is sampled."""
+        return self._always_changes or position < self._is_banned_until
+
+    def biases(self, position: int) -> tuple[_Biases, ...]:
+        return self._ban + self._bias if position < self._is_banned_until else self._bias
 
 
 def uniform(seed: int, position: int) -> float:

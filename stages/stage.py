@@ -127,7 +127,11 @@ class Stage:
             SampledRow(row.slot, row.generation, ids[:count], rejected, [], "" if count else "its logits are not finite")
             for row, ids, count, rejected in zip(plan.sampled_rows, token_ids, num_sampled, num_rejected, strict=True)
         ]
-        return StepResult(plan.epoch, plan.step_id, rows)
+        if output.logprobs is None:
+            return StepResult(plan.epoch, plan.step_id, rows)
+        for i, logprobs in output.logprobs.of_sampled().items():
+            rows[i].logprobs.extend([logprobs] * len(rows[i].token_ids))
+        return StepResult(plan.epoch, plan.step_id, rows, output.logprobs.of_scored())
 
     def poison(self, cause: BaseException) -> None:
         """Local and immediate: every wait for a peer falls through with ``cause``. Never blocks, never raises."""

@@ -6,7 +6,7 @@ changes what comes out.
 
 from dataclasses import dataclass, field
 
-from stages.plan import PlanRow, RowKind, SampledRow, StepPlan, StepResult
+from stages.plan import MAX_SCORED_TOKENS, PlanRow, RowKind, SampledRow, ScoredRow, StepPlan, StepResult, TokenLogprobs
 
 
 def next_token(token_ids: list[int]) -> int:
@@ -21,6 +21,11 @@ def expected_tokens(prompt: list[int], count: int) -> list[int]:
     for _ in range(count):
         token_ids.append(next_token(token_ids))
     return token_ids[len(prompt) :]
+
+
+def score(before: list[int], token_id: int) -> TokenLogprobs:
+    """Made up of all tokens before it and of the token itself."""
+    return TokenLogprobs(-float(next_token([*before, token_id])), [token_id], [0.0])
 
 
 @dataclass
@@ -55,8 +60,18 @@ class PlanChecker:
         assert plan.rows, "no empty plan is asked for here"
         assert plan.num_tokens <= self.max_tokens
         assert len({row.slot for row in plan.rows}) == len(plan.rows), "one row of a slot in a step"
+        assert sum(len(row.scored) for row in plan.rows) <= MAX_SCORED_TOKENS
         sampled = [self._apply_row(plan, row) for row in plan.rows]
-        return StepResult(plan.epoch, plan.step_id, [row for row in sampled if row is not None])
+        scored = [
+            ScoredRow(
+                row.slot,
+                row.generation,
+                [score(self.seats[row.slot].token_ids[: row.start + 1 + i], token_id) for i, token_id in enumerate(row.scored)],
+            )
+            for row in plan.rows
+            if row.scored
+        ]
+        return StepResult(plan.epoch, plan.step_id, [row for row in sampled if row is not None], scored)
 
     def _apply_row(self, plan: StepPlan, row: PlanRow) -> SampledRow | None:
         assert 0 <= row.slot < self.num_slots
