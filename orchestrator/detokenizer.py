@@ -1,11 +1,15 @@
 """Token ids to text as they come: no half characters, and nothing past a stop string."""
 
 import codecs
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 import tokenizers
 from tokenizers import decoders
+
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # of vocabularies that fall back to bytes
+_WORD_START = "\u2581"  # how vocabularies of that kind write a space
 
 
 class TextStream(ABC):
@@ -34,31 +38,51 @@ class TextStreams:
             return _ByteLevelStream(self._visible_bytes if skip_special_tokens else self._all_bytes)
         return _WindowStream(self._backend, self._special_ids if skip_special_tokens else frozenset())
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for by itself: maybe a part of a character, and of a special token its name."""
+        if self._is_byte_level:
+            return self._all_bytes[token_id]
+        token = self._backend.id_to_token(token_id) or ""
+        if found := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(found[1], 16)])
+        return token.replace(_WORD_START, " ").encode()
+
 
 class IncrementalDetokenizer:
     """A generation's text in deltas, ended by the first stop string.
 
     Text that may be the beginning of a stop string is held back. The stop string that is complete first ends the text
     just before it, the longest one when several are complete at once, so that the answer does not depend on how the text
-    was cut into tokens. ``stopped_by`` is that string, after which nothing more comes out.
+    was cut into tokens. ``stopped_by`` is that string, after which nothing more comes out. The text of the first
+    ``num_exempt_tokens`` is not searched.
     """
 
-    def __init__(self, stream: TextStream, stop: Sequence[str] = ()) -> None:
+    def __init__(self, stream: TextStream, stop: Sequence[str] = (), num_exempt_tokens: int = 0) -> None:
         self._stream = stream
         self._stop = tuple(stop)
         self._first_chars = {text[0] for text in stop}
         self._longest = max(map(len, stop), default=0)
         self._held = ""
+        self._num_exempt = num_exempt_tokens if stop else 0
         self.stopped_by: str | None = None
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that these tokens add, as far as it is certain."""
+        exempt = ""
+        if self._num_exempt:
+            token_ids = list(token_ids)
+            exempt = self._stream.push(token_ids[: self._num_exempt])
+            num_pushed = min(self._num_exempt, len(token_ids))
+            self._num_exempt -= num_pushed
+            token_ids = token_ids[num_pushed:]
         text = self._stream.push(token_ids)
-        return self._until_stop(text) if self._stop and text else text
+        return exempt + (self._until_stop(text) if self._stop and text else text)
 
     def flush(self) -> str:
         """The rest, after the last token."""
-        text = self._until_stop(self._stream.flush())
+        text = self._stream.flush()
+        if not self._num_exempt:
+            text = self._until_stop(text)
         held, self._held = self._held, ""
         return text + held
 

@@ -13,7 +13,7 @@ import jinja2.parser
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from orchestrator.detokenizer import IncrementalDetokenizer, TextStreams
+from orchestrator.detokenizer import IncrementalDetokenizer, TextStream, TextStreams
 from stages.errors import ConfigError, one_line
 
 _NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -51,9 +51,18 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def detokenizer(self, stop: Sequence[str] = (), skip_special_tokens: bool = True) -> IncrementalDetokenizer:
-        """For one generation, whose text ends before the first of ``stop`` (non-empty strings)."""
-        return IncrementalDetokenizer(self._text_streams.open(skip_special_tokens), stop)
+    def detokenizer(
+        self, stop: Sequence[str] = (), skip_special_tokens: bool = True, num_exempt_tokens: int = 0
+    ) -> IncrementalDetokenizer:
+        """For one generation, whose text ends before the first of ``stop`` (non-empty strings) past its exempt tokens."""
+        return IncrementalDetokenizer(self.text_stream(skip_special_tokens), stop, num_exempt_tokens)
+
+    def text_stream(self, skip_special_tokens: bool = True) -> TextStream:
+        return self._text_streams.open(skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for by itself: maybe a part of a character, and of a special token its name."""
+        return self._text_streams.token_bytes(token_id)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any

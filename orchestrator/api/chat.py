@@ -1,20 +1,23 @@
 """POST /v1/chat/completions."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
 
-from orchestrator.api.dialect import AnswerHead, Dialect
+from orchestrator.api.dialect import AnswerHead, Dialect, Piece
 from orchestrator.api.errors import invalid
 from orchestrator.api.events import event
-from orchestrator.api.generation import Generation
+from orchestrator.api.generation import Generation, Prompt
+from orchestrator.api.logprobs import ToldToken, chat_logprobs
+from orchestrator.api.parameters import TokenLimit, checked_num_logprobs
 from orchestrator.api.schema import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
     ChatDelta,
+    ChatLogprobs,
     ChatMessage,
     ChatRequest,
     Usage,
@@ -23,14 +26,14 @@ from orchestrator.api.tokenizing import encode_chat
 from orchestrator.request import FinishReason, ServedModel
 from orchestrator.tokenizer import Tokenizer
 
+ChatPiece = Piece[ChatLogprobs]
 
-class Chat(Dialect[ChatRequest]):
+
+class Chat(Dialect[ChatRequest, ChatLogprobs]):
     request_type = ChatRequest
     id_prefix = "chatcmpl-"
-    prompt_field = "messages"
-    default_max_tokens = None
 
-    async def prompt_token_ids(self, request: ChatRequest, tokenizer: Tokenizer, model: ServedModel) -> list[int]:
+    async def prompts(self, request: ChatRequest, tokenizer: Tokenizer, model: ServedModel) -> list[Prompt]:
         if request.messages is not None and len(request.messages) > model.max_model_len:
             # Each takes a token at least. Told before any work is done for them: it would hold up the streams of others.
             rule = f"{len(request.messages)} of them must be fewer than the tokens of the context, {model.max_model_len}"
@@ -41,38 +44,60 @@ class Chat(Dialect[ChatRequest]):
         for name in ("messages", "add_generation_prompt"):
             if name in variables:
                 raise invalid(f"chat_template_kwargs: must not contain {name}", "chat_template_kwargs")
-        return await encode_chat(tokenizer, messages, add_generation_prompt, variables)
+        return [Prompt("messages", await encode_chat(tokenizer, messages, add_generation_prompt, variables), None)]
 
-    def limit(self, request: ChatRequest) -> tuple[str, int | None]:
+    def limit(self, request: ChatRequest) -> TokenLimit:
         if request.max_completion_tokens is not None:
-            return "max_completion_tokens", request.max_completion_tokens
-        return "max_tokens", request.max_tokens
+            return TokenLimit("max_completion_tokens", request.max_completion_tokens, None)
+        return TokenLimit("max_tokens", request.max_tokens, None)
 
-    def answer(self, head: AnswerHead, text: str, generation: Generation) -> ChatCompletion:
-        choice = ChatChoice(
-            message=ChatMessage(content=text),
-            finish_reason=generation.finish_reason or FinishReason.STOP,
-            stop_reason=generation.stop_reason,
-        )
+    def num_logprobs(self, request: ChatRequest) -> int | None:
+        num_top = checked_num_logprobs("top_logprobs", request.top_logprobs or 0)
+        if num_top and not request.logprobs:
+            raise invalid(f"top_logprobs {num_top}: logprobs must be true with it", "top_logprobs")
+        return num_top if request.logprobs else None
+
+    def is_echoed(self, request: ChatRequest) -> bool:
+        return False
+
+    def logprobs(self, tokens: Sequence[ToldToken], tokenizer: Tokenizer) -> ChatLogprobs:
+        return chat_logprobs(tokens, tokenizer)
+
+    def answer(self, head: AnswerHead, choices: Sequence[tuple[ChatPiece, Generation]], usage: Usage) -> ChatCompletion:
         return ChatCompletion(
             id=head.id,
             created=head.created,
             model=head.model,
             system_fingerprint=head.system_fingerprint,
-            choices=[choice],
-            usage=generation.usage,
+            choices=[
+                ChatChoice(
+                    index=piece.index,
+                    message=ChatMessage(content=piece.text),
+                    logprobs=piece.logprobs,
+                    finish_reason=generation.finish_reason or FinishReason.STOP,
+                    stop_reason=generation.stop_reason,
+                )
+                for piece, generation in choices
+            ],
+            usage=usage,
         )
 
-    def first_events(self, head: AnswerHead) -> bytes:
-        return _chunk_event(head, ChatChunkChoice(delta=ChatDelta(role="assistant", content="")), None)
+    def first_events(self, head: AnswerHead, index: int) -> bytes:
+        return _chunk_event(head, ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content="")), None)
 
-    def text_event(self, head: AnswerHead, text: str, usage: Usage | None) -> bytes:
-        return _chunk_event(head, ChatChunkChoice(delta=ChatDelta(content=text)), usage)
+    def text_event(self, head: AnswerHead, piece: ChatPiece) -> bytes:
+        choice = ChatChunkChoice(index=piece.index, delta=ChatDelta(content=piece.text), logprobs=piece.logprobs)
+        return _chunk_event(head, choice, piece.usage)
 
-    def last_events(self, head: AnswerHead, text: str, generation: Generation, usage: Usage | None) -> bytes:
-        end = ChatChunkChoice(delta=ChatDelta(), finish_reason=generation.finish_reason, stop_reason=generation.stop_reason)
-        rest = self.text_event(head, text, usage) if text else b""
-        return rest + _chunk_event(head, end, usage)
+    def last_events(self, head: AnswerHead, piece: ChatPiece, generation: Generation) -> bytes:
+        rest = self.text_event(head, piece) if piece.text or piece.logprobs is not None else b""
+        end = ChatChunkChoice(
+            index=piece.index,
+            delta=ChatDelta(),
+            finish_reason=generation.finish_reason,
+            stop_reason=generation.stop_reason,
+        )
+        return rest + _chunk_event(head, end, piece.usage)
 
     def usage_event(self, head: AnswerHead, usage: Usage) -> bytes:
         return _chunk_event(head, None, usage)

@@ -1,49 +1,87 @@
-"""One admitted request: from the engine's tokens to pieces of text, measured on the way."""
+"""A request's generations: from the engine's tokens to pieces of text, measured on the way."""
 
 import asyncio
 import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from types import TracebackType
 
 from metrics.catalog import Metrics
 from orchestrator.api.engine_client import EngineClient
 from orchestrator.api.errors import ApiError
+from orchestrator.api.logprobs import ToldToken
 from orchestrator.api.schema import Usage
-from orchestrator.detokenizer import IncrementalDetokenizer
-from orchestrator.request import FinishReason, NotReady, QueueFull, SamplingParams
+from orchestrator.detokenizer import TextStream
+from orchestrator.request import FinishReason, NotReady, QueueFull, SamplingParams, TokenChunk
+from orchestrator.tokenizer import Tokenizer
 from stages.errors import ConfigError
+from stages.plan import TokenLogprobs
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What came in ``field``. ``text`` is what the client wrote, None where it gave no text of its own."""
+
+    field: str
+    token_ids: list[int]
+    text: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """``stop`` are the strings that end the text, ``is_echoed``: it begins with the prompt."""
+
+    stop: Sequence[str]
+    skips_special_tokens: bool
+    is_echoed: bool
 
 
 class Generation:
-    """An async context: leaving it aborts what the engine has not finished, and counts how the request ended."""
+    """One choice of an answer.
+
+    An async context: leaving it aborts what the engine has not finished, and counts how it ended.
+    """
 
     def __init__(
         self,
         engine: EngineClient,
         metrics: Metrics,
+        tokenizer: Tokenizer,
         *,
+        index: int,
         request_id: str,
-        prompt_token_ids: list[int],
+        prompt: Prompt,
         params: SamplingParams,
-        detokenizer: IncrementalDetokenizer,
+        text_options: TextOptions,
         arrived_at: float,
     ) -> None:
         """``arrived_at`` is a ``time.perf_counter()``."""
+        skips_special = text_options.skips_special_tokens
+        self.index = index
         self._metrics = metrics
-        self._detokenizer = detokenizer
+        self._detokenizer = tokenizer.detokenizer(text_options.stop, skips_special, params.min_tokens)
+        self._echo = ""  # what the text still has to begin with
+        if text_options.is_echoed:
+            self._echo = tokenizer.decode(prompt.token_ids, skips_special) if prompt.text is None else prompt.text
+        self._told: ToldTokens | None = None
+        if params.num_logprobs is not None:
+            echoed = prompt.token_ids if text_options.is_echoed else []
+            self._told = ToldTokens(tokenizer, skips_special, echoed, len(self._echo))
         self._stop_token_ids = params.stop_token_ids
-        self._num_prompt_tokens = len(prompt_token_ids)
+        self._num_prompt_tokens = len(prompt.token_ids)
         self._num_generated = 0
+        self._is_first_chunk = True
         self._arrived_at = arrived_at
         self._last_chunk_at = 0.0
-        self._chunks = engine.generate(request_id, prompt_token_ids, params)
+        self._chunks = engine.generate(request_id, prompt.token_ids, params)
         self.is_refused = False  # by the engine, known when the context is left
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
 
     @property
-    def usage(self) -> Usage:
-        num_prompt, num_generated = self._num_prompt_tokens, self._num_generated
-        return Usage(num_prompt, num_generated, num_prompt + num_generated)
+    def num_generated(self) -> int:
+        return self._num_generated
 
     async def __aenter__(self) -> "Generation":
         return self
@@ -61,8 +99,18 @@ class Generation:
             return self.finish_reason
         return FinishReason.ABORT if isinstance(exc, (asyncio.CancelledError, GeneratorExit)) else "error"
 
-    async def next_text(self) -> str:
-        """The text of the next chunk, maybe empty; the last one sets ``finish_reason``.
+    async def rest(self) -> tuple[str, list[ToldToken]]:
+        """Everything that ``next_text`` gives until the end, and what is told of the tokens."""
+        texts: list[str] = []
+        told: list[ToldToken] = []
+        while self.finish_reason is None:
+            text, tokens = await self.next_text()
+            texts.append(text)
+            told += tokens
+        return "".join(texts), told
+
+    async def next_text(self) -> tuple[str, Sequence[ToldToken]]:
+        """The text of the next chunk, maybe empty, and what is told of its tokens; the last one sets ``finish_reason``.
 
         Raises what the engine raises; an engine that gives up on the request is an ``ApiError``, never a short answer.
         """
@@ -73,17 +121,21 @@ class Generation:
         if chunk.finish_reason is FinishReason.ABORT:
             raise _given_up()
         self._measure(len(chunk.token_ids))
+        told = () if self._told is None else self._told.next(chunk)
         if chunk.finish_reason is None:
             text = self._detokenizer.push(chunk.token_ids)
         else:
             shown = chunk.token_ids if chunk.stop_token_id is None else chunk.token_ids[:-1]
             text = self._detokenizer.push(shown) + self._detokenizer.flush()
+        if self._echo:
+            text, self._echo = self._echo + text, ""
         self._finish(chunk.finish_reason, chunk.stop_token_id)
-        return text
+        return text, told
 
     def _measure(self, num_tokens: int) -> None:
         now = time.perf_counter()
-        if self._num_generated == 0:
+        if self._is_first_chunk:
+            self._is_first_chunk = False
             self._metrics.time_to_first_token.observe(now - self._arrived_at)
             self._metrics.prompt_tokens.inc(self._num_prompt_tokens)
         else:
@@ -100,6 +152,65 @@ class Generation:
         if reason is not None:
             self.finish_reason = reason
             self._metrics.e2e_request_latency.observe(self._last_chunk_at - self._arrived_at)
+
+
+class ToldTokens:
+    """The tokens of one choice with their log-probabilities, and where the text of each begins."""
+
+    def __init__(self, tokenizer: Tokenizer, skips_special_tokens: bool, echoed: Sequence[int], num_echoed_chars: int) -> None:
+        """``echoed`` are the prompt's tokens, which the first ones follow, if the text begins with the prompt."""
+        self._stream = tokenizer.text_stream(skips_special_tokens)
+        self._offset = num_echoed_chars
+        self._echoed = echoed
+        self._echo_stream = tokenizer.text_stream(skips_special_tokens)
+
+    def next(self, chunk: TokenChunk) -> list[ToldToken]:
+        told: list[ToldToken] = []
+        if self._echoed:
+            told, _ = _placed(self._echoed, [None, *chunk.prompt_logprobs], self._echo_stream, 0)
+            self._echoed = ()
+        new, self._offset = _placed(chunk.token_ids, chunk.logprobs, self._stream, self._offset)
+        return told + new
+
+
+def _placed(
+    token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], stream: TextStream, offset: int
+) -> tuple[list[ToldToken], int]:
+    """The tokens, the first of which begins at ``offset``, and where they end."""
+    told: list[ToldToken] = []
+    for token_id, of_token in zip(token_ids, logprobs, strict=True):
+        told.append(ToldToken(token_id, offset, of_token))
+        offset += len(stream.push((token_id,)))
+    return told, offset
+
+
+class Generations:
+    """All choices of one answer. An async context, as each of them is."""
+
+    def __init__(self, choices: Sequence[Generation], num_prompt_tokens: int) -> None:
+        """``num_prompt_tokens`` counts each prompt once, however many choices it has."""
+        self.choices = choices
+        self._num_prompt_tokens = num_prompt_tokens
+        self._stack = AsyncExitStack()
+
+    @property
+    def is_refused(self) -> bool:
+        return any(choice.is_refused for choice in self.choices)
+
+    @property
+    def usage(self) -> Usage:
+        num_prompt, num_generated = self._num_prompt_tokens, sum(choice.num_generated for choice in self.choices)
+        return Usage(num_prompt, num_generated, num_prompt + num_generated)
+
+    async def __aenter__(self) -> "Generations":
+        for choice in self.choices:
+            await self._stack.enter_async_context(choice)
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._stack.__aexit__(exc_type, exc, traceback)
 
 
 def _given_up() -> ApiError:

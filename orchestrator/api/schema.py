@@ -29,21 +29,19 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    n: int | None = None
+    best_of: int | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    n: Any = None
-    best_of: Any = None
-    logprobs: Any = None
-    top_logprobs: Any = None
     prompt_logprobs: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    repetition_penalty: Any = None
     length_penalty: Any = None
-    logit_bias: Any = None
-    min_tokens: Any = None
     bad_words: Any = None
     allowed_token_ids: Any = None
     logits_processors: Any = None
@@ -60,11 +58,13 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
-    """``prompt``: text, token ids, or a list with one of these."""
+    """``prompt``: text, token ids, or a list of these. ``logprobs``: the number of most probable tokens to tell of."""
 
     prompt: str | list[Any] | None = None
+    echo: bool | None = None
+    logprobs: bool | int | None = None
 
-    echo: Any = None
+    top_logprobs: Any = None
     suffix: Any = None
     prompt_embeds: Any = None
 
@@ -74,7 +74,10 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     max_completion_tokens: int | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
+    echo: Any = None
     tools: Any = None
     tool_choice: Any = None
     functions: Any = None
@@ -98,17 +101,8 @@ def _equals(*harmless: object) -> Callable[[Any], bool]:
 
 # For each field that would change the output and is not supported: the values with which it changes nothing.
 _HARMLESS: Mapping[str, Callable[[Any], bool]] = {
-    "n": _equals(1),
-    "best_of": _equals(1),
-    "logprobs": lambda value: value is False,  # 0 is a request for the chosen token's
-    "top_logprobs": _equals(0),
     "prompt_logprobs": _is_empty,
-    "presence_penalty": _equals(0),
-    "frequency_penalty": _equals(0),
-    "repetition_penalty": _equals(1),
     "length_penalty": _equals(1),
-    "logit_bias": _is_empty,
-    "min_tokens": _equals(0),
     "bad_words": _is_empty,
     "allowed_token_ids": lambda value: False,
     "logits_processors": _is_empty,
@@ -122,9 +116,14 @@ _HARMLESS: Mapping[str, Callable[[Any], bool]] = {
     "guided_regex": _is_empty,
     "guided_choice": _is_empty,
     "guided_grammar": _is_empty,
-    "echo": _is_empty,
+}
+_HARMLESS_IN_COMPLETIONS: Mapping[str, Callable[[Any], bool]] = {
+    "top_logprobs": _equals(0),
     "suffix": _is_empty,
     "prompt_embeds": _is_empty,
+}
+_HARMLESS_IN_CHAT: Mapping[str, Callable[[Any], bool]] = {
+    "echo": _is_empty,
     "tools": _is_empty,
     "tool_choice": _equals("none", "auto"),
     "functions": _is_empty,
@@ -141,7 +140,8 @@ _HARMLESS: Mapping[str, Callable[[Any], bool]] = {
 
 def refuse_unsupported(request: GenerationRequest) -> None:
     """A 400 for the first field that asks for something we would otherwise ignore silently."""
-    for field, is_harmless in _HARMLESS.items():
+    of_its_kind = _HARMLESS_IN_CHAT if isinstance(request, ChatRequest) else _HARMLESS_IN_COMPLETIONS
+    for field, is_harmless in (*_HARMLESS.items(), *of_its_kind.items()):
         value = getattr(request, field, None)
         if value is not None and not is_harmless(value):
             raise unsupported(field, "this value is not supported by this server")
@@ -153,12 +153,25 @@ class Usage(msgspec.Struct, frozen=True):
     total_tokens: int
 
 
+class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Four lists, one entry for each token. The first token of an echoed prompt has null for both its log-probabilities.
+
+    ``text_offset`` is where a token's text begins in the choice's text, in characters. A token that is only a part of a
+    character is written as ``bytes:`` followed by its bytes as ``\\xNN``.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     """``stop_reason`` is the stop string or stop token id that ended the text, if one did."""
 
-    index: int = 0
+    index: int
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: str | None
     stop_reason: str | int | None = None
 
@@ -180,10 +193,30 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     content: str
 
 
+class ChatTopLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """``bytes`` are exact also where the token is only a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[ChatTopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
-    index: int = 0
+    index: int
     message: ChatMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str
     stop_reason: str | int | None = None
 
@@ -204,9 +237,9 @@ class ChatDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
-    index: int = 0
+    index: int
     delta: ChatDelta
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 

@@ -11,10 +11,11 @@ MAX_CHARS_ON_THE_LOOP = 10_000
 CHARS_A_MESSAGE_IS_WORTH = 50  # a template takes some 5 µs for each
 
 
-async def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    if len(text) <= MAX_CHARS_ON_THE_LOOP:
-        return tokenizer.encode(text)
-    return await asyncio.to_thread(tokenizer.encode, text)
+async def encode_all(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    def encode() -> list[list[int]]:
+        return [tokenizer.encode(text) for text in texts]
+
+    return encode() if sum(map(len, texts)) <= MAX_CHARS_ON_THE_LOOP else await asyncio.to_thread(encode)
 
 
 async def encode_chat(

@@ -40,7 +40,7 @@ class Server:
         self.engine = FakeEngine()
         self.tokenizer: Tokenizer | None = tokenizer
         self.metrics = Metrics(CollectorRegistry())
-        self.config = ServeConfig(max_body_bytes=4096)
+        self.config = ServeConfig(max_body_bytes=16384)
         self.app: Starlette = create_app(self.engine, lambda: self.tokenizer, self.config, self.metrics)
 
     def will_say(self, text: str, reason: FinishReason | None = FinishReason.LENGTH) -> None:
@@ -191,11 +191,16 @@ class TestWholeAnswers:
             "max_tokens": 5,
             "stop_token_ids": [9, 11],
             "ignore_eos": True,
+            "min_tokens": 2,
+            "repetition_penalty": 1.5,
+            "presence_penalty": -1.0,
+            "frequency_penalty": 0.5,
+            "logit_bias": {"5": -100, "31": 2.5},
         }
         assert (await client.post(COMPLETIONS, json={"prompt": "Hi", **asked})).status_code == 200
         params = server.engine.calls[0].params
         got = {name: getattr(params, name) for name in asked}
-        assert got == {**asked, "stop_token_ids": frozenset({9, 11})}
+        assert got == {**asked, "stop_token_ids": frozenset({9, 11}), "logit_bias": {5: -100.0, 31: 2.5}}
 
     @pytest.mark.parametrize(("given", "used"), [(-1, 0), (0, 0), (2**70, MODEL.vocab_size)])
     async def test_top_k(self, server: Server, client: httpx.AsyncClient, given: int, used: int) -> None:
@@ -380,6 +385,17 @@ class TestRefusals:
             ("stop", ["a"] * 17, "stop: 17 strings given, must be at most 16"),
             ("stop_token_ids", [400], "stop_token_ids: 400 is not a token id; must be between 0 and 399"),
             ("stop_token_ids", [1] * 129, "stop_token_ids: 129 given, must be at most 128"),
+            ("n", 0, "n 0: must be between 1 and 128"),
+            ("n", 129, "n 129: must be between 1 and 128"),
+            ("min_tokens", -1, "min_tokens -1: must be between 0 and max_tokens"),
+            ("min_tokens", 70, "min_tokens 70: must be between 0 and max_tokens"),
+            ("repetition_penalty", 0, "repetition_penalty 0.0: must be above 0 and at most 100"),
+            ("presence_penalty", 3, "presence_penalty 3.0: must be between -2 and 2"),
+            ("frequency_penalty", -2.5, "frequency_penalty -2.5: must be between -2 and 2"),
+            ("logit_bias", {"400": 1}, "logit_bias: '400' is not a token id; must be between 0 and 399"),
+            ("logit_bias", {"1_0": 1}, "logit_bias: '1_0' is not a token id; must be between 0 and 399"),
+            ("logit_bias", {"5": 101}, "logit_bias 101.0: of token 5 must be between -100 and 100"),
+            ("logit_bias", {str(i): 1 for i in range(1025)}, "logit_bias: 1025 tokens given, must be at most 1024"),
         ],
     )
     @pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
@@ -411,8 +427,10 @@ class TestRefusals:
             ("", "prompt: must have at least one token"),
             ([], "prompt: must have at least one token"),
             ([[]], "prompt: must have at least one token"),
-            (["a", "b"], "prompt: 2 prompts given"),
-            ([[1], [2]], "prompt: 2 prompts given"),
+            ([[1], []], "prompt[1]: must have at least one token"),
+            ([[1], "a", 5], "prompt[2]: must be text or a list of token ids"),
+            (["a", [400]], "prompt[1]: 400 is not a token id; must be between 0 and 399"),
+            ([[1]] * 300, "prompt: 300 prompts with n 1 each must be at most 256 answers in all (--max-queue)"),
             ([1, "a"], "prompt: a value of type str is not a token id"),
             ([1, True], "prompt: a value of type bool is not a token id"),
             ([-1], "prompt: -1 is not a token id; must be between 0 and 399"),
@@ -423,7 +441,7 @@ class TestRefusals:
     async def test_prompts(self, client: httpx.AsyncClient, prompt: object, said: str) -> None:
         response = await client.post(COMPLETIONS, json={"prompt": prompt})
         assert response.status_code == 400
-        assert response.json()["error"]["param"] == "prompt"
+        assert response.json()["error"]["param"] == said.partition(":")[0]
         assert response.json()["error"]["message"].startswith(said)
 
     @pytest.mark.parametrize(
@@ -451,21 +469,14 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("route", "field", "value"),
         [
-            (COMPLETIONS, "n", 2),
             (COMPLETIONS, "best_of", 2),
-            (COMPLETIONS, "logprobs", 0),
-            (COMPLETIONS, "echo", True),
             (COMPLETIONS, "suffix", "x"),
-            (COMPLETIONS, "presence_penalty", 0.5),
-            (COMPLETIONS, "frequency_penalty", -0.5),
-            (COMPLETIONS, "repetition_penalty", 1.1),
-            (COMPLETIONS, "logit_bias", {"1": 5}),
-            (COMPLETIONS, "min_tokens", 3),
-            (CHAT, "logprobs", True),
+            (COMPLETIONS, "top_logprobs", 3),
+            (COMPLETIONS, "prompt_logprobs", 3),
+            (CHAT, "echo", True),
             (CHAT, "tools", [{"type": "function"}]),
             (CHAT, "tool_choice", "required"),
             (CHAT, "response_format", {"type": "json_object"}),
-            (CHAT, "n", 2),
         ],
     )
     async def test_unsupported(self, client: httpx.AsyncClient, route: str, field: str, value: object) -> None:
@@ -501,11 +512,11 @@ class TestRefusals:
         assert_error(response, 415, "unsupported_media_type")
 
     async def test_large_body(self, server: Server, client: httpx.AsyncClient) -> None:
-        response = await client.post(COMPLETIONS, json={"prompt": "x" * 5000})
-        assert "4096" in assert_error(response, 413, "body_too_large")
+        response = await client.post(COMPLETIONS, json={"prompt": "x" * 20000})
+        assert "16384" in assert_error(response, 413, "body_too_large")
 
         async def pieces() -> AsyncIterator[bytes]:
-            for _ in range(10):
+            for _ in range(20):
                 yield b" " * 1000
 
         response = await client.post(COMPLETIONS, content=pieces(), headers={"content-type": "application/json"})
