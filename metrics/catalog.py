@@ -286,7 +286,7 @@ EPOCH = Metric(
     name="epoch",
     kind=Kind.GAUGE,
     writers=_RANK,
-    help="The epoch that the rank last linked for; -1 before the first.",
+    help="The epoch that the rank last linked for.",
 )
 RANK_RESTARTS = Metric(
     name="rank_restarts_total",
