@@ -8,7 +8,7 @@
     reader.infos()                                {metric name: {label: value}}
     reader.state()                                what the stage is doing, and since when
     reader.doing()                                the operations begun and not ended
-    reader.spans(since_ns)                        the spans that ended since then, oldest first
+    reader.spans(since_ns, most)                  the spans that ended since then, oldest first
 
 Values are in the metric's own unit (seconds where it is named so); times of spans, states and operations are of
 ``perf_counter_ns``, to which ``wall_offset_ns`` is added for Unix time. Counters of a dead rank stay as they were; those of
@@ -20,6 +20,7 @@ A reader reads only; any number of them may read a ledger. Nothing here waits or
 import json
 import mmap
 import os
+import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,7 @@ from metrics.layout import (
     STATE_WORD,
     STATES_SINCE_WORD,
     WALL_OFFSET_WORD,
+    WORD_BYTES,
     Layout,
     Series,
     SpanKind,
@@ -208,29 +210,46 @@ class LedgerReader:
 
     # ---- the last seconds -------------------------------------------------------------------------------------------
 
-    def spans(self, since_ns: int = 0) -> list[Span]:
-        """The spans that ended at ``since_ns`` or later, in the order in which they were written; those that are still kept."""
-        words, base = self._words, self.layout.spans_word
-        last = words[NUM_SPANS_WORD]
+    def spans(self, since_ns: int = 0, most: int = NUM_SPANS) -> list[Span]:
+        """The spans that ended at ``since_ns`` or later, in the order in which they were written: the newest ``most`` of those
+        that are still kept."""
         found: list[Span] = []
-        # From the newest on, so that a short time asks for few. Spans are written as they are heard of, which is not quite
-        # in the order of their ends: what ended long before is not looked for any further.
         num_older = 0
-        for number in range(last, max(0, last - NUM_SPANS), -1):
-            first = base + (number - 1) % NUM_SPANS * SPAN_WORDS
-            if words[first] != number:
-                continue  # being written over
-            _, step_id, kind, peer, start_ns, end_ns, size, again = words[first : first + SPAN_WORDS].tolist()
-            if again != number or words[first] != number:
-                continue
-            if end_ns < since_ns:
-                num_older += 1
-                if num_older > _OUT_OF_ORDER:
-                    break
-                continue
-            found.append(Span(step_id, SPAN_KINDS[kind], peer, start_ns, end_ns, size))
-        found.reverse()
+        end = self._words[NUM_SPANS_WORD]
+        oldest = max(0, end - NUM_SPANS)
+        # From the newest on, some at a time, so that a short time asks for few. Spans are written as they are heard of, which
+        # is not quite in the order of their ends: what ended long before is not looked for any further.
+        while end > oldest and num_older <= _OUT_OF_ORDER:
+            first = max(oldest, end - _SPANS_AT_ONCE, (end - 1) // NUM_SPANS * NUM_SPANS)  # up to where the ring begins anew
+            for step_id, kind, peer, start_ns, end_ns, size in reversed(self._copy_spans(first, end)):
+                if end_ns < since_ns:
+                    num_older += 1
+                    continue
+                if len(found) == most:
+                    return found[::-1]
+                found.append(Span(step_id, SPAN_KINDS[kind], peer, start_ns, end_ns, size))
+            end = first
+        return found[::-1]
+
+    def _copy_spans(self, first: int, end: int) -> list[tuple[int, ...]]:
+        """Of the spans numbered first + 1 to end, which lie one after another, those that are whole."""
+        words, base = self._words, self.layout.spans_word
+        offset = (base + first % NUM_SPANS * SPAN_WORDS) * WORD_BYTES
+        copied = self._map[offset : offset + (end - first) * SPAN_WORDS * WORD_BYTES]
+        # What may have been written over meanwhile: all that made room for what is there now, and the one that makes room next
+        # if that has begun.
+        lost = words[NUM_SPANS_WORD] - NUM_SPANS + 1
+        if lost > 0 and words[base + (lost - 1) % NUM_SPANS * SPAN_WORDS] == lost:
+            lost -= 1
+        found: list[tuple[int, ...]] = []
+        for number, (before, step_id, kind, peer, start_ns, end_ns, size, after) in enumerate(
+            _SPAN.iter_unpack(copied), first + 1
+        ):
+            if before == after == number > lost:
+                found.append((step_id, kind, peer, start_ns, end_ns, size))
         return found
 
 
+_SPAN = struct.Struct(f"<{SPAN_WORDS}q")
+_SPANS_AT_ONCE = 1024
 _OUT_OF_ORDER = 256  # spans by which one may be written late: more than are in flight on any rank
