@@ -475,6 +475,34 @@ ENGINE_UP = Metric(
     help="1 while the process that writes the engine's record lives.",
 )
 
+
+def _processes(place: Place) -> list[LabelValues]:
+    return [*((str(rank),) for rank in range(place.world_size)), (ENGINE_RANK,)]
+
+
+_PROCESS = Labels((RANK_LABEL,), _processes)
+PROCESS_CPU = Metric(
+    name="process_cpu_seconds_total",
+    kind=Kind.COUNTER,
+    writers=(Writer.EXPORTER,),
+    help="CPU time of the process that serves a rank, or of the engine, in user and system mode; gone while there is none.",
+    labels=_PROCESS,
+)
+PROCESS_RESIDENT = Metric(
+    name="process_resident_memory_bytes",
+    kind=Kind.GAUGE,
+    writers=(Writer.EXPORTER,),
+    help="Memory that the process of a rank, or of the engine, has resident; gone while there is none.",
+    labels=_PROCESS,
+)
+PROCESS_OPEN_FDS = Metric(
+    name="process_open_fds",
+    kind=Kind.GAUGE,
+    writers=(Writer.EXPORTER,),
+    help="File descriptors that the process of a rank, or of the engine, has open; gone while there is none.",
+    labels=_PROCESS,
+)
+
 CATALOG = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 """All of them, in the order above."""
 
