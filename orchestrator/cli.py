@@ -16,9 +16,11 @@ from orchestrator.config import (
     OPTIONS,
     Resolved,
     ServeConfig,
+    load_config,
     resolve_config,
     suggestion,
 )
+from orchestrator.health import check_health
 from stages.errors import ConfigError, StagewireError, one_line
 
 DRAINED = 0
@@ -30,6 +32,7 @@ COMMANDS = {
     "rank": "run one stage of a pipeline; started by serve, or by torchrun on other hosts",
     "check": "show what this machine can do, and whether it can serve what serve's options ask for",
     "config": "config show: print the config that options, variables and file give, and where each value came from",
+    "health": "exit 0 when the worker on this host admits requests; a container's health check",
     "version": "print the version",
 }
 
@@ -72,6 +75,8 @@ def _run(arguments: list[str], environ: Mapping[str, str]) -> int:
         return _check(arguments[1:], environ)
     if command == "config":
         return _config(arguments[1:], environ)
+    if command == "health":
+        return _health(arguments[1:], environ)
     if not command:
         raise ConfigError(f"no command given; one of {', '.join(COMMANDS)} is needed (see stagewire --help)")
     raise ConfigError(f"unknown command {command}{suggestion(command, COMMANDS)}")
@@ -88,6 +93,19 @@ def _serve(arguments: list[str], environ: Mapping[str, str]) -> int:
     from orchestrator.serve import serve  # here, so that a usage error is told before a server is loaded
 
     return serve(config)
+
+
+def _health(arguments: list[str], environ: Mapping[str, str]) -> int:
+    parser = _Parser(prog="stagewire health", description="Exit 0 when the worker admits requests, else 1.", allow_abbrev=False)
+    for option in OPTIONS:
+        if option.field in ("host", "port"):
+            parser.add_argument(
+                option.flag, metavar=option.field.upper(), help=f"the worker's {option.flag} [{option.variable}]"
+            )
+    found = parser.parse_args(arguments)
+    config = load_config({name: value for name, value in vars(found).items() if value is not None}, environ)
+    print(check_health(config.host, config.port))  # noqa: T201
+    return DRAINED
 
 
 def exec_rank(arguments: list[str]) -> NoReturn:
