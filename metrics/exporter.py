@@ -115,8 +115,8 @@ class Exporter:
 
     async def page_data(self, request: Request) -> Response:
         text = request.query_params.get("since", "0")
-        if not (text.isascii() and text.isdecimal() and len(text) < 16):
-            return PlainTextResponse(f"since {text[:100]}: must be the number of a sample, 0 for all\n", 400)
+        if not (text.isascii() and text.isdecimal() and len(text) <= 19):
+            return PlainTextResponse(f"since {text[:100]}: must be the at_ns of a sample, or 0\n", 400)
         data = msgspec.json.encode(self._view.page_data(int(text)))
         return Response(data, headers=_NOT_STORED, media_type="application/json")
 

@@ -118,7 +118,6 @@ class RankView:
 
 @dataclass(frozen=True)
 class _Sample:
-    number: int
     at_ns: int
     state_ns: list[list[int]]  # by rank, as STATES
     engine: list[float]  # as _ENGINE_SAMPLES
@@ -132,25 +131,22 @@ class PipelineView:
         self.ranks = [RankView(reader) for reader in sorted(ranks, key=lambda reader: reader.place.rank)]
         self._engine = next((reader for reader in readers if reader.place.writer is Writer.ENGINE), None)
         self._samples: deque[_Sample] = deque(maxlen=NUM_SAMPLES)
-        self._num_samples = 0
 
     def sample(self) -> None:
         now_ns = time.perf_counter_ns()
         for view in self.ranks:
             view.look(now_ns)
         values = {} if self._engine is None else self._engine.samples()
-        self._num_samples += 1
         self._samples.append(
             _Sample(
-                self._num_samples,
                 now_ns,
                 [[times[state] for state in STATES] for times in (view.reader.state_times() for view in self.ranks)],
                 [values[metric.name][()] if metric.name in values else 0.0 for metric in _ENGINE_SAMPLES],
             )
         )
 
-    def page_data(self, since: int) -> dict[str, Any]:
-        """What the page asks for again and again: ``since`` is the number of the last sample that it has."""
+    def page_data(self, since_ns: int) -> dict[str, Any]:
+        """What the page asks for again and again: ``since_ns`` is the time of the last sample that it has."""
         now_ns = time.perf_counter_ns()
         return {
             "states": STATES,
@@ -160,9 +156,9 @@ class PipelineView:
             "now_ns": now_ns,
             "ranks": [view.describe(now_ns) for view in self.ranks],
             "samples": [
-                {"number": each.number, "at_ns": each.at_ns, "state_ns": each.state_ns, "engine": each.engine}
+                {"at_ns": each.at_ns, "state_ns": each.state_ns, "engine": each.engine}
                 for each in self._samples
-                if each.number > since
+                if each.at_ns > since_ns
             ],
             # A flat list is the quickest to write and to read: kind, step, peer, start and duration in nanoseconds.
             "spans": [
