@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from orchestrator import __version__
@@ -33,6 +34,7 @@ COMMANDS = {
     "check": "show what this machine can do, and whether it can serve what serve's options ask for",
     "config": "config show: print the config that options, variables and file give, and where each value came from",
     "health": "exit 0 when the worker on this host admits requests; a container's health check",
+    "trace": "save a timeline of a running worker's last seconds",
     "version": "print the version",
 }
 
@@ -77,6 +79,8 @@ def _run(arguments: list[str], environ: Mapping[str, str]) -> int:
         return _config(arguments[1:], environ)
     if command == "health":
         return _health(arguments[1:], environ)
+    if command == "trace":
+        return _trace(arguments[1:])
     if not command:
         raise ConfigError(f"no command given; one of {', '.join(COMMANDS)} is needed (see stagewire --help)")
     raise ConfigError(f"unknown command {command}{suggestion(command, COMMANDS)}")
@@ -105,6 +109,27 @@ def _health(arguments: list[str], environ: Mapping[str, str]) -> int:
     found = parser.parse_args(arguments)
     config = load_config({name: value for name, value in vars(found).items() if value is not None}, environ)
     print(check_health(config.host, config.port))  # noqa: T201
+    return DRAINED
+
+
+def _trace(arguments: list[str]) -> int:
+    parser = _Parser(
+        prog="stagewire trace",
+        description="Save a timeline of a running worker, a track for each stream of each rank. Open it in https://ui.perfetto.dev.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="where to save it")
+    parser.add_argument(
+        "--url",
+        default=f"http://127.0.0.1:{ServeConfig().wanted_metrics_port}",
+        help="the address of the worker's metrics, which it prints when it is ready (default: %(default)s)",
+    )
+    parser.add_argument("--seconds", type=float, default=10.0, metavar="N", help="how much of it (default: %(default)g)")
+    found = parser.parse_args(arguments)
+    from orchestrator.trace import save_trace  # here, so that no other command loads it
+
+    num_bytes = save_trace(found.url, found.seconds, Path(found.output))
+    print(f"{found.output}: {num_bytes} bytes; open it in https://ui.perfetto.dev", file=sys.stderr)  # noqa: T201
     return DRAINED
 
 

@@ -246,6 +246,21 @@ class HttpOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MetricsOptions:
+    """Metrics"""
+
+    metrics_host: str = _option(
+        "127.0.0.1", "address of the metrics, timeline and pipeline page; there is no key, so keep it to yourself", str, _TEXT
+    )
+    metrics_port: int | None = _option(
+        None,
+        "port of those; 0 takes a free one (default: the one after --port, a free one when that is 0)",
+        _parse_whole,
+        _optional(_between(0, 65535)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProcessOptions:
     """Process"""
 
@@ -261,8 +276,15 @@ class ProcessOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(ModelOptions, PipelineOptions, SchedulerOptions, HttpOptions, ProcessOptions):
+class ServeConfig(ModelOptions, PipelineOptions, SchedulerOptions, HttpOptions, MetricsOptions, ProcessOptions):
     """Everything ``stagewire serve`` can be told. A room takes the part it needs, as ``SchedulerOptions``."""
+
+    @property
+    def wanted_metrics_port(self) -> int:
+        """0 for any that is free."""
+        if self.metrics_port is not None:
+            return self.metrics_port
+        return (self.port + 1) % 65536 if self.port else 0
 
     def __post_init__(self) -> None:
         for option in OPTIONS:
@@ -271,7 +293,7 @@ class ServeConfig(ModelOptions, PipelineOptions, SchedulerOptions, HttpOptions, 
 
 
 def _options() -> tuple[Option, ...]:
-    rooms = (ModelOptions, PipelineOptions, SchedulerOptions, HttpOptions, ProcessOptions)
+    rooms = (ModelOptions, PipelineOptions, SchedulerOptions, HttpOptions, MetricsOptions, ProcessOptions)
     return tuple(
         Option(field=field.name, default=field.default, room=cast(str, room.__doc__), **field.metadata)
         for room in rooms

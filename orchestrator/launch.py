@@ -35,10 +35,10 @@ class ProcessExit:
     @property
     def cause(self) -> str:
         """As 'rank 1 was killed by SIGKILL'."""
-        return f"{_name(self.ranks)} {_describe_returncode(self.returncode)}"
+        return f"{_name(self.ranks)} {describe_returncode(self.returncode)}"
 
 
-class _Process:
+class ChildProcess:
     """A child in a session of its own, so that a terminal's Ctrl-C reaches the engine alone, which then ends its children."""
 
     def __init__(
@@ -105,7 +105,7 @@ class Launcher:
     def __init__(self, on_exit: Callable[[ProcessExit], None] | None = None) -> None:
         self.channels: dict[int, Channel] = {}
         self._on_exit = on_exit
-        self._processes: dict[tuple[int, ...], _Process] = {}
+        self._processes: dict[tuple[int, ...], ChildProcess] = {}
 
     @property
     def process_ids(self) -> dict[int, int]:
@@ -140,7 +140,7 @@ class Launcher:
                 theirs.append(their)
                 self.channels[rank] = SocketChannel(ours, peer=f"rank {rank}")
                 arguments += ["--control", f"{rank}:{their.fileno()}"]
-            self._processes[ranks] = _Process(
+            self._processes[ranks] = ChildProcess(
                 [*argv, *arguments],
                 env,
                 on_exit=lambda returncode: self._tell(ranks, returncode),
@@ -211,7 +211,7 @@ async def run_child(argv: Sequence[str], env: Mapping[str, str] | None = None) -
     """
     wrapper = [sys.executable, "-m", "orchestrator.launch", str(os.getpid())]
     loop = asyncio.get_running_loop()
-    process = _Process([*wrapper, *argv], env, stderr=subprocess.PIPE)
+    process = ChildProcess([*wrapper, *argv], env, stderr=subprocess.PIPE)
     assert process.popen.stderr is not None
     tail = bytearray()
     with process.popen.stderr as pipe:
@@ -244,7 +244,7 @@ async def run_child(argv: Sequence[str], env: Mapping[str, str] | None = None) -
         lines = [line.strip() for line in tail.decode(errors="replace").split("\n")]
         message = next((line for line in reversed(lines) if line), "")
         if returncode < 0 or not message:
-            message = f"{argv[0]} {_describe_returncode(returncode)}"
+            message = f"{argv[0]} {describe_returncode(returncode)}"
         raise (ConfigError if returncode == _EXIT_USAGE else StagewireError)(message)
 
 
@@ -292,7 +292,8 @@ def _name(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"the process of ranks {', '.join(map(str, ranks))}"
 
 
-def _describe_returncode(returncode: int) -> str:
+def describe_returncode(returncode: int) -> str:
+    """As 'exited with code 1' or 'was killed by SIGKILL'."""
     if returncode >= 0:
         return f"exited with code {returncode}"
     try:

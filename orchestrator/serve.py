@@ -17,11 +17,13 @@ import uvicorn
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from metrics.catalog import Metrics
+from metrics.catalog import Metrics, Place, Writer
+from metrics.ledger import create_ledger
 from orchestrator.api.app import create_app
 from orchestrator.config import ServeConfig
 from orchestrator.devices import CPU, check_devices, choose_devices, gpus_found
 from orchestrator.engine import Engine
+from orchestrator.exporter import ExporterProcess
 from orchestrator.launch import Launcher, rank_environment, run_child
 from orchestrator.pipeline import Pipeline, PipelineConfig, assemble, describe
 from orchestrator.request import ServedModel, ShutDown
@@ -45,16 +47,19 @@ def serve(config: ServeConfig) -> int:
     source = locate_model(config.model, config.load_format)
     if source.is_converted:
         check_model(config, read_model_config(source.path))
-    with contextlib.closing(bind(config.host, config.port)) as sock:
-        return uvloop.run(_Worker(config, source, sock, started_at).run())
+    with (
+        contextlib.closing(bind(config.host, config.port)) as sock,
+        contextlib.closing(bind(config.metrics_host, config.wanted_metrics_port, "--metrics-")) as metrics_sock,
+    ):
+        return uvloop.run(_Worker(config, source, sock, metrics_sock, started_at).run())
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; ``ConfigError`` naming ``--host`` or ``--port`` when there is none to be had."""
+def bind(host: str, port: int, options: str = "--") -> socket.socket:
+    """A listening socket; ``ConfigError`` naming the host or port option, which begin with ``options``, when there is none."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as exc:
-        raise ConfigError(f"--host {host}: must be an address of this machine ({exc.strerror})") from None
+        raise ConfigError(f"{options}host {host}: must be an address of this machine ({exc.strerror})") from None
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -63,8 +68,8 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as exc:
         sock.close()
         if exc.errno == errno.EADDRNOTAVAIL:
-            raise ConfigError(f"--host {host}: must be an address of this machine ({exc.strerror})") from None
-        raise ConfigError(f"--port {port}: must be free on {host} ({exc.strerror})") from None
+            raise ConfigError(f"{options}host {host}: must be an address of this machine ({exc.strerror})") from None
+        raise ConfigError(f"{options}port {port}: must be free on {host} ({exc.strerror})") from None
     return sock
 
 
@@ -88,17 +93,23 @@ class _HttpServer(uvicorn.Server):
 class _Worker:
     """One life of the worker."""
 
-    def __init__(self, config: ServeConfig, source: ModelSource, sock: socket.socket, started_at: float) -> None:
+    def __init__(
+        self, config: ServeConfig, source: ModelSource, sock: socket.socket, metrics_sock: socket.socket, started_at: float
+    ) -> None:
         self._config = config
         self._source = source
         self._sock = sock
+        self._metrics_sock = metrics_sock
+        self._ledgers = _create_ledgers(config.pipeline_parallel_size)
+        self._exporter = ExporterProcess(metrics_sock, self._ledgers)
         self._started_at = started_at
         self._engine = Engine(config.step_timeout)
         self._tokenizer: Tokenizer | None = None
         self._launcher = Launcher()
         self._is_stopping = asyncio.Event()  # the first SIGTERM or SIGINT
         self._is_aborting = asyncio.Event()  # the second
-        app = create_app(self._engine, lambda: self._tokenizer, config, Metrics(CollectorRegistry()))
+        exporter = metrics_sock.getsockname()[:2]
+        app = create_app(self._engine, lambda: self._tokenizer, config, Metrics(CollectorRegistry()), exporter)
         self._http = _HttpServer(
             uvicorn.Config(
                 app, loop="none", lifespan="off", log_config=None, log_level="warning", access_log=False, server_header=False
@@ -110,6 +121,7 @@ class _Worker:
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._on_signal)
         http = asyncio.create_task(self._http.serve(sockets=[self._sock]), name="http")
+        exporting = asyncio.create_task(self._exporter.keep_running(), name="exporter")
         try:
             return await self._live()
         except RankLost as exc:
@@ -120,6 +132,10 @@ class _Worker:
                 async with asyncio.timeout(ERROR_EVENTS_SECONDS):
                     await http
             self._launcher.kill()
+            exporting.cancel()
+            await asyncio.gather(exporting, return_exceptions=True)
+            for fd in self._ledgers:
+                os.close(fd)
 
     def _on_signal(self) -> None:
         (self._is_aborting if self._is_stopping.is_set() else self._is_stopping).set()
@@ -264,13 +280,12 @@ class _Worker:
     def _announce(self) -> None:
         pipeline, limits = self._pipeline, self._pipeline.limits
         log.info("transport %s: %s", pipeline.transport, pipeline.reason)
-        host, port = self._sock.getsockname()[:2]
-        host = f"[{host}]" if ":" in host else host
         seconds = time.perf_counter() - self._started_at
         print(describe(pipeline), file=sys.stderr)  # noqa: T201
         print(  # noqa: T201
-            f"Ready: http://{host}:{port} (pp {len(pipeline.channels)}, transport {pipeline.transport}, "
-            f"KV {limits.num_blocks * limits.block_size} tokens) in {seconds:.1f} s",
+            f"Ready: {_url(self._sock)} (pp {len(pipeline.channels)}, transport {pipeline.transport}, "
+            f"KV {limits.num_blocks * limits.block_size} tokens) in {seconds:.1f} s; "
+            f"the pipeline live: {_url(self._metrics_sock)}/pipeline",
             file=sys.stderr,
             flush=True,
         )
@@ -317,3 +332,13 @@ async def _first(*waits: asyncio.Task[Any] | Coroutine[Any, Any, Any]) -> asynci
             if task is not wait and not task.done():
                 task.cancel()
     return next(task for task in tasks if task.done())
+
+
+def _url(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _create_ledgers(num_ranks: int) -> list[int]:
+    places = [Place(writer=Writer.RANK, rank=rank, world_size=num_ranks) for rank in range(num_ranks)]
+    return [create_ledger(place) for place in [*places, Place(writer=Writer.ENGINE, rank=-1, world_size=num_ranks)]]

@@ -14,6 +14,7 @@ from orchestrator.api.endpoint import GenerationEndpoint, Service, TokenizerProv
 from orchestrator.api.engine_client import EngineClient
 from orchestrator.api.errors import ApiError, to_api_error
 from orchestrator.api.probes import Probes
+from orchestrator.api.relay import Address, MetricsRelay
 from orchestrator.api.request_id import RequestIdMiddleware
 from orchestrator.api.responses import error_response
 from orchestrator.config import ServeConfig
@@ -26,10 +27,15 @@ _HTTP_MESSAGES = {
 }
 
 
-def create_app(engine: EngineClient, tokenizer_provider: TokenizerProvider, config: ServeConfig, metrics: Metrics) -> Starlette:
-    """The application. It can be served before the engine is ready: ``tokenizer_provider`` gives None until then."""
+def create_app(
+    engine: EngineClient, tokenizer_provider: TokenizerProvider, config: ServeConfig, metrics: Metrics, exporter: Address
+) -> Starlette:
+    """The application. It can be served before the engine is ready: ``tokenizer_provider`` gives None until then.
+
+    ``exporter``: where the exporter of the metrics listens.
+    """
     service = Service(engine=engine, tokenizer_provider=tokenizer_provider, config=config, metrics=metrics)
-    probes = Probes(service)
+    probes = Probes(service, MetricsRelay(exporter))
     app = Starlette(
         routes=[
             Route("/v1/completions", GenerationEndpoint(service, Completions()), methods=["POST"]),

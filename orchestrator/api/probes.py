@@ -1,20 +1,21 @@
 """Routes for those who watch the server, and what it says of its model."""
 
-from prometheus_client.exposition import choose_encoder
 from starlette.requests import Request
 from starlette.responses import Response
 
 from orchestrator import __version__
 from orchestrator.api.endpoint import Service
 from orchestrator.api.errors import ApiError
+from orchestrator.api.relay import MetricsRelay
 from orchestrator.api.responses import json_response
 from orchestrator.api.schema import ModelCard, ModelList
 from orchestrator.request import EngineState, NotReady
 
 
 class Probes:
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, relay: MetricsRelay) -> None:
         self._service = service
+        self._relay = relay
         engine, metrics = service.engine, service.metrics
         metrics.requests_running.set_function(lambda: engine.num_running)
         metrics.requests_waiting.set_function(lambda: engine.num_waiting)
@@ -35,11 +36,8 @@ class Probes:
         return json_response({"version": __version__})
 
     async def metrics(self, request: Request) -> Response:
-        try:
-            encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        except (TypeError, ValueError):  # it reads a version that is no number as one
-            encode, content_type = choose_encoder("")
-        return Response(encode(self._service.metrics.registry), headers={"content-type": content_type})
+        """What the exporter says of the engine and of every rank."""
+        return await self._relay.get(request.headers)
 
     async def models(self, request: Request) -> Response:
         return json_response(ModelList(data=[self._card()]))

@@ -187,7 +187,7 @@ class TestCommands:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ([], "no command given; one of serve, rank, check, config, health, version is needed"),
+            ([], "no command given; one of serve, rank, check, config, health, trace, version is needed"),
             (["srve"], "unknown command srve; did you mean serve?"),
         ],
     )
