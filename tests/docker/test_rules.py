@@ -15,7 +15,8 @@ RULES = [
 ]
 ALERTS = [rule["alert"] for rule in RULES if "alert" in rule]
 RECORDS = {rule["record"] for rule in RULES if "record" in rule}
-TESTS = load_yaml(DIRECTORY / "alerts.test.yaml")["tests"]
+TEST_FILES = sorted(path.name for path in DIRECTORY.glob("*.test.yaml"))
+TESTS = [test for name in TEST_FILES for test in load_yaml(DIRECTORY / name)["tests"]]
 
 
 def run(*argv: str) -> None:
@@ -27,8 +28,9 @@ def test_promtool_takes_the_configuration(promtool: str) -> None:
     run(promtool, "check", "config", "prometheus.yaml")
 
 
-def test_promtool_runs_the_tests_of_the_alerts(promtool: str) -> None:
-    run(promtool, "test", "rules", "alerts.test.yaml")
+@pytest.mark.parametrize("name", TEST_FILES)
+def test_promtool_runs_the_tests_of_the_alerts(name: str, promtool: str) -> None:
+    run(promtool, "test", "rules", name)
 
 
 @pytest.mark.parametrize("alert", ALERTS)
