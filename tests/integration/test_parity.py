@@ -23,6 +23,7 @@ from stages.assembly import Slice
 from stages.model.attention import register_attention
 from stages.model.slice import default_split, load_stage
 from stages.model.source import ModelSource
+from stages.plan import TokenLogprobs
 from stages.runner import StageRunner
 from stages.topology import stage_infos
 from tests.local_pipeline import LocalPipeline, local_pipeline
@@ -278,6 +279,52 @@ async def test_smollm2_seeds(smollm2: ModelSource, smollm2_prompts: list[list[in
             )
         seen |= {tuple(alone), tuple(among[3])}
     assert len(seen) == 1
+
+
+@pytest.fixture(scope="module")
+def smollm2_logprobs(
+    smollm2: ModelSource, smollm2_prompts: list[list[int]], smollm2_wanted: list[list[int]]
+) -> list[torch.Tensor]:
+    """Of every next token ``[len(prompt) + 7, vocab]``, for some prompts and their answers."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(smollm2.path, dtype=torch.float32)
+    with torch.inference_mode():
+        return [
+            model(torch.tensor([smollm2_prompts[i] + smollm2_wanted[i][:7]])).logits[0].double().log_softmax(1) for i in TOLD
+        ]
+
+
+TOLD = (0, 3, 9)  # prompts of several lengths
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+async def test_smollm2_logprobs(
+    smollm2: ModelSource,
+    smollm2_prompts: list[list[int]],
+    smollm2_wanted: list[list[int]],
+    smollm2_logprobs: list[torch.Tensor],
+    num_stages: int,
+) -> None:
+    """Of prompts in chunks and of what is generated, those of ``transformers`` to 1e-4."""
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, num_logprobs=5, num_prompt_logprobs=5)
+    num_chunked = 0
+    async with local_pipeline(model_slices(smollm2, num_stages), "memory", Sizes(max_num_batched_tokens=16)) as pipeline:
+
+        async def told(i: int) -> list[TokenLogprobs]:
+            chunks = [chunk async for chunk in pipeline.engine.generate(str(i), smollm2_prompts[i], params)]
+            assert [t for chunk in chunks for t in chunk.token_ids] == smollm2_wanted[i][:8]
+            return [*chunks[0].prompt_logprobs, *(one for chunk in chunks for one in chunk.logprobs)]
+
+        answers = await asyncio.gather(*map(told, TOLD))
+    for i, answer, expected in zip(TOLD, answers, smollm2_logprobs, strict=True):
+        tokens = smollm2_prompts[i] + smollm2_wanted[i][:8]
+        num_chunked += len(smollm2_prompts[i]) > 16
+        own = expected[range(len(tokens) - 1), tokens[1:]]
+        assert [one.logprob for one in answer] == pytest.approx(own.tolist(), abs=1e-4)
+        best = expected.topk(5).values
+        assert [one.top_logprobs for one in answer] == [pytest.approx(row, abs=1e-4) for row in best.tolist()]
+        for place, one in enumerate(answer):
+            assert expected[place, one.top_token_ids].tolist() == pytest.approx(one.top_logprobs, abs=1e-4)
+    assert num_chunked > 0
 
 
 def test_the_prompts_are_varied(smollm2_prompts: list[list[int]]) -> None:
