@@ -300,3 +300,32 @@ class TestStopStrings:
     def test_over_tokens(self, tokenizer: Tokenizer) -> None:
         ids = tokenizer.encode("one two three")
         assert "".join(streamed(tokenizer, ids, stop=["o t"])) == "one tw"
+
+    def test_the_first_tokens_are_not_searched(self, tokenizer: Tokenizer) -> None:
+        ids = tokenizer.encode("one two one two")
+        stop = tokenizer.decode(ids[:1])
+
+        def text(num_exempt_tokens: int) -> tuple[str, str | None]:
+            detokenizer = tokenizer.detokenizer([stop], num_exempt_tokens=num_exempt_tokens)
+            return "".join([detokenizer.push([token_id]) for token_id in ids] + [detokenizer.flush()]), detokenizer.stopped_by
+
+        assert text(0) == ("", stop)
+        assert text(1)[0].startswith(stop)
+        assert text(1)[1] == stop
+        assert text(len(ids)) == ("one two one two", None)
+        at_once = tokenizer.detokenizer([stop], num_exempt_tokens=1)
+        assert at_once.push(ids) + at_once.flush() == text(1)[0]
+
+
+class TestTokenBytes:
+    def test_they_add_up_to_the_text(self, tokenizer: Tokenizer) -> None:
+        for text in ODD_TEXTS:
+            assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))).decode() == text
+
+    def test_of_byte_fallback(self, byte_fallback: Tokenizer) -> None:
+        ids = byte_fallback.encode("the fox 中 é", add_special_tokens=False)
+        assert b"".join(map(byte_fallback.token_bytes, ids)).decode() == " the fox 中 é"
+        assert byte_fallback.token_bytes(1) == b"<s>"
+
+    def test_past_the_vocabulary(self, tokenizer: Tokenizer, byte_fallback: Tokenizer) -> None:
+        assert tokenizer.token_bytes(100_000) == byte_fallback.token_bytes(100_000) == b""
