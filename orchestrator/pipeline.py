@@ -5,7 +5,7 @@ What is decided from the Hellos is decided by plain functions; ``assemble`` only
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -30,6 +30,7 @@ from stages.plan import (
     Limits,
     Linked,
     LinkFailed,
+    Loading,
     Message,
     Offer,
     Peers,
@@ -73,13 +74,22 @@ class Pipeline:
     epoch: int
 
 
-async def assemble(channels: Mapping[int, Channel], setups: Sequence[Setup], config: PipelineConfig) -> Pipeline:
+def ignore_loading(_message: Loading) -> None:
+    """For whoever does not show how far loading is."""
+
+
+async def assemble(
+    channels: Mapping[int, Channel],
+    setups: Sequence[Setup],
+    config: PipelineConfig,
+    on_loading: Callable[[Loading], None] = ignore_loading,
+) -> Pipeline:
     """Have every rank load its slice and link up. Raises what the first rank to fail reported."""
     ordered = [channels[setup.rank] for setup in setups]
     for channel, setup in zip(ordered, setups, strict=True):
         channel.send(setup)
     deadline = asyncio.get_running_loop().time() + config.start_timeout_seconds
-    hellos = await _each(ordered, deadline, config.start_timeout_seconds, Hello)
+    hellos = await _each(ordered, deadline, config.start_timeout_seconds, Hello, on_loading=on_loading)
     for rank, hello in enumerate(hellos):
         check_hello(hello, rank, len(setups))
     offers = [hello.offer for hello in hellos]
@@ -227,7 +237,13 @@ async def _link(
     return failed
 
 
-async def _each(channels: Sequence[Channel], deadline: float, seconds: float, *kinds: type[M]) -> list[M]:
+async def _each(
+    channels: Sequence[Channel],
+    deadline: float,
+    seconds: float,
+    *kinds: type[M],
+    on_loading: Callable[[Loading], None] = ignore_loading,
+) -> list[M]:
     """One message from every rank, of one of ``kinds``; the first failure of any rank is raised at once.
 
     ``deadline`` is in the loop's time, ``seconds`` what it was made from.
@@ -236,7 +252,7 @@ async def _each(channels: Sequence[Channel], deadline: float, seconds: float, *k
     try:
         async with asyncio.timeout_at(deadline), asyncio.TaskGroup() as tasks:
             for rank, channel in enumerate(channels):
-                waits.append(tasks.create_task(_one(rank, channel, kinds), name=f"answer of rank {rank}"))
+                waits.append(tasks.create_task(_one(rank, channel, kinds, on_loading), name=f"answer of rank {rank}"))
     except TimeoutError:
         missing = ", ".join(str(rank) for rank, wait in enumerate(waits) if wait.cancelled())
         raise StagewireError(
@@ -247,9 +263,10 @@ async def _each(channels: Sequence[Channel], deadline: float, seconds: float, *k
     return [wait.result() for wait in waits]
 
 
-async def _one(rank: int, channel: Channel, kinds: tuple[type[M], ...]) -> M:
+async def _one(rank: int, channel: Channel, kinds: tuple[type[M], ...], on_loading: Callable[[Loading], None]) -> M:
     try:
-        message = await channel.receive()
+        while isinstance(message := await channel.receive(), Loading):
+            on_loading(message)
     except ChannelClosed:
         raise RankLost(rank) from None
     if isinstance(message, kinds):

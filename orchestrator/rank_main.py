@@ -10,6 +10,7 @@ import gc
 import logging
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 import uvloop
@@ -21,7 +22,7 @@ from orchestrator.launch import die_with_parent, open_control
 from orchestrator.rank import RankWorker
 from stages.assembly import RankAssembly, load_rank
 from stages.errors import ConfigError, ControlError, StagewireError, one_line
-from stages.plan import PROTOCOL_VERSION, Hello, Offer, RankFailed, Setup
+from stages.plan import PROTOCOL_VERSION, Hello, Loading, Offer, RankFailed, Setup
 from stages.transport.memory import MemoryHub
 
 log = logging.getLogger(__name__)
@@ -29,10 +30,11 @@ log = logging.getLogger(__name__)
 DRAINED = 0
 FAILED = 1
 USAGE = 2
+REPORT_SECONDS = 0.1  # as often as a progress bar is worth drawing
 
-
-LoadRank = Callable[[Setup, MemoryHub | None], tuple[RankAssembly, Offer]]
-"""Loads what a Setup says; the hub is shared by the ranks of a process, None when it serves one."""
+LoadRank = Callable[[Setup, MemoryHub | None, Callable[[int, int], None]], tuple[RankAssembly, Offer]]
+"""Loads what a Setup says. The hub is shared by the ranks of a process, None when it serves one; the last is told how many
+bytes of how many are read."""
 
 
 def main(argv: Sequence[str] | None = None, load: LoadRank = load_rank) -> int:
@@ -67,12 +69,29 @@ async def serve_rank(rank: int, channel: Channel, hub: MemoryHub | None, load: L
     setup = await channel.receive()
     if not isinstance(setup, Setup) or setup.rank != rank:
         raise ControlError(f"rank {rank}: the engine's first message is {setup}, must be this rank's Setup")
-    assembly, offer = load(setup, hub)
+    assembly, offer = load(setup, hub, LoadReport(rank, channel).tell)
     # What importing and loading made lives as long as the process: a full collection would walk all of it, for 0.3 s.
     gc.collect()
     gc.freeze()
     channel.send(Hello(PROTOCOL_VERSION, __version__, rank, setup.world_size, offer))
     await RankWorker(rank, channel, assembly.open, recorder, setup.spin_us).run()
+
+
+class LoadReport:
+    """Tells the engine how far loading is: the first time, at the end, and at most every ``REPORT_SECONDS`` between."""
+
+    def __init__(self, rank: int, channel: Channel, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._rank = rank
+        self._channel = channel
+        self._clock = clock
+        self._told_at = 0.0
+
+    def tell(self, loaded_bytes: int, total_bytes: int) -> None:
+        """From the loop's thread, which loads."""
+        now = self._clock()
+        if now - self._told_at >= REPORT_SECONDS or loaded_bytes == total_bytes:
+            self._told_at = now
+            self._channel.send(Loading(self._rank, loaded_bytes, total_bytes))
 
 
 async def _report(channels: dict[int, SocketChannel], cause: BaseException) -> int:

@@ -25,6 +25,7 @@ from orchestrator.devices import CPU, check_devices, choose_devices, gpus_found
 from orchestrator.engine import Engine
 from orchestrator.exporter import ExporterProcess
 from orchestrator.launch import Launcher, rank_environment, run_child
+from orchestrator.loading import create_progress, describe_loads
 from orchestrator.pipeline import Pipeline, PipelineConfig, assemble, describe
 from orchestrator.request import ServedModel, ShutDown
 from orchestrator.scheduler import Scheduler, SchedulerConfig
@@ -262,20 +263,21 @@ class _Worker:
             )
             for rank in ranks
         ]
-        return await assemble(
-            self._launcher.channels,
-            setups,
-            PipelineConfig(
-                wanted_transport=config.pp_transport,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_model_len=max_model_len,
-                is_max_model_len_given=config.max_model_len is not None,
-                ring_slots=config.ring_slots,
-                kv_cache_bytes=config.kv_cache_memory_bytes or 0,
-                start_timeout_seconds=config.start_timeout,
-            ),
+        wanted = PipelineConfig(
+            wanted_transport=config.pp_transport,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            is_max_model_len_given=config.max_model_len is not None,
+            ring_slots=config.ring_slots,
+            kv_cache_bytes=config.kv_cache_memory_bytes or 0,
+            start_timeout_seconds=config.start_timeout,
         )
+        with contextlib.closing(create_progress(num_ranks, sys.stderr)) as progress:
+            pipeline = await assemble(self._launcher.channels, setups, wanted, progress.update)
+        for line in describe_loads(pipeline.offers):
+            log.info("%s", line)
+        return pipeline
 
     def _announce(self) -> None:
         pipeline, limits = self._pipeline, self._pipeline.limits

@@ -17,6 +17,7 @@ from stages.kernels import Kernels
 from stages.kv_cache import PagedKVCache
 from stages.model.slice import StageModel, default_split, load_stage, resolve_dtype
 from stages.model.source import ModelSource
+from stages.model.weights import Progress
 from stages.plan import Epoch, Limits, Offer, Setup, TensorSchema
 from stages.runner import StageRunner
 from stages.sampler import DeviceSamplerOutputs, Sampler, SamplerOutputs
@@ -179,8 +180,8 @@ class RankAssembly:
         )
 
 
-def load_rank(setup: Setup, hub: MemoryHub | None) -> tuple[RankAssembly, Offer]:
-    """Load a rank's slice of the model; ``ConfigError`` when the model or the split cannot be served."""
+def load_rank(setup: Setup, hub: MemoryHub | None, progress: Progress) -> tuple[RankAssembly, Offer]:
+    """Load a rank's slice of the model, telling ``progress``; ``ConfigError`` when the model or the split cannot be served."""
     if setup.cpus:
         os.sched_setaffinity(0, setup.cpus)  # before the first stream: threads inherit it
     torch.set_num_threads(setup.num_threads)
@@ -190,7 +191,7 @@ def load_rank(setup: Setup, hub: MemoryHub | None) -> tuple[RankAssembly, Offer]
     split = setup.layer_split or default_split(source, dtype, setup.world_size, max_model_len=setup.max_model_len)
     info = stage_infos(split)[setup.rank]
     check_layer_split(split, info.num_layers, setup.world_size)
-    model = load_stage(source, info, dtype, max_model_len=setup.max_model_len)
+    model = load_stage(source, info, dtype, max_model_len=setup.max_model_len, progress=progress)
     if gpu is not None:
         model.move_to(gpu.torch_device)
 

@@ -190,6 +190,14 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
     spin_us: int = 0
 
 
+class Loading(msgspec.Struct, frozen=True, tag="loading"):
+    """How far a rank is with reading its weights, in bytes of the files; some between its Setup and its Hello."""
+
+    rank: int
+    loaded_bytes: int
+    total_bytes: int
+
+
 class TensorSchema(msgspec.Struct, frozen=True):
     """One of the intermediate tensors of a boundary: ``[rows, width]`` of ``dtype`` (torch's name, as 'float32')."""
 
@@ -330,6 +338,7 @@ class RankFailed(msgspec.Struct, frozen=True, tag="failed"):
 
 Message = (
     Setup
+    | Loading
     | Hello
     | Epoch
     | Exported

@@ -15,6 +15,7 @@ from orchestrator.rank_main import LoadRank, serve_rank
 from orchestrator.request import SamplingParams
 from stages.assembly import Gpu, RankAssembly, Slice, gpu_transports, host_id, offered_transports
 from stages.kernels import Kernels
+from stages.model.weights import Progress
 from stages.plan import Offer, Setup
 from stages.transport.copy_engine import nvlink_peers
 from stages.transport.memory import MemoryHub
@@ -71,7 +72,7 @@ def emulated_gpu(ordinal: int) -> Gpu:
 def slice_loader(slices: Sequence[Slice], num_blocks: int, open_gpu: Callable[[int], Gpu] | None = None) -> LoadRank:
     """A loader that serves given slices, each with a KV pool of ``num_blocks``; on the GPU that ``open_gpu`` gives a rank."""
 
-    def load(setup: Setup, hub: MemoryHub | None) -> tuple[RankAssembly, Offer]:
+    def load(setup: Setup, hub: MemoryHub | None, progress: Progress) -> tuple[RankAssembly, Offer]:
         if setup.cpus:
             os.sched_setaffinity(0, setup.cpus)
         torch.set_num_threads(setup.num_threads)

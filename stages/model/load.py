@@ -12,7 +12,7 @@ from stages.errors import ConfigError, one_line
 from stages.model.attention import ATTENTION_NAME
 from stages.model.build import decoder_parts, ownership, stage_class
 from stages.model.safetensors import list_tensors
-from stages.model.weights import read_tensors
+from stages.model.weights import Progress, no_progress, read_tensors
 from stages.topology import StageInfo
 
 
@@ -24,14 +24,16 @@ def load_config(path: Path) -> PreTrainedConfig:
         raise ConfigError(f"--model {path}: transformers cannot read its config.json: {one_line(exc)}") from exc
 
 
-def load_pretrained(path: Path, config: PreTrainedConfig, info: StageInfo, dtype: torch.dtype) -> PreTrainedModel:
+def load_pretrained(
+    path: Path, config: PreTrainedConfig, info: StageInfo, dtype: torch.dtype, progress: Progress = no_progress
+) -> PreTrainedModel:
     """This stage's modules with the weights of the safetensors files in ``path``.
 
     ``ConfigError`` when the files lack one of its tensors or hold it in another shape.
     """
     cls = stage_class(config, info)
     is_owned = ownership(config, info)
-    weights = read_tensors((tensor for tensor in list_tensors(path) if is_owned(tensor.name)), dtype)
+    weights = read_tensors((tensor for tensor in list_tensors(path) if is_owned(tensor.name)), dtype, progress)
     logging.disable_progress_bar()
     try:
         # The tensors become the parameters as they are; transformers names them, merges those it stores split, and ties.

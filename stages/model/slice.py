@@ -14,6 +14,7 @@ from stages.model.load import layer_bytes, load_config, load_pretrained, make_du
 from stages.model.memory import PeakGauge
 from stages.model.source import ModelSource
 from stages.model.support import check_support
+from stages.model.weights import Progress, no_progress
 from stages.plan import TensorSchema
 from stages.topology import StageInfo, balanced_split
 from stages.upload import CPU
@@ -46,7 +47,14 @@ def default_split(source: ModelSource, dtype: torch.dtype, num_stages: int, *, m
     return balanced_split(layers, head, num_stages)
 
 
-def load_stage(source: ModelSource, info: StageInfo, dtype: torch.dtype, *, max_model_len: int | None = None) -> "StageModel":
+def load_stage(
+    source: ModelSource,
+    info: StageInfo,
+    dtype: torch.dtype,
+    *,
+    max_model_len: int | None = None,
+    progress: Progress = no_progress,
+) -> "StageModel":
     """Build and load the slice that ``info`` names, and nothing of the other stages.
 
     ``UnsupportedModel`` for a model that cannot be served at ``max_model_len`` tokens (None: the model's own length).
@@ -59,7 +67,7 @@ def load_stage(source: ModelSource, info: StageInfo, dtype: torch.dtype, *, max_
     if source.load_format == "dummy":
         model = make_dummy(config, info, dtype)
     else:
-        model = load_pretrained(source.path, config, info, dtype)
+        model = load_pretrained(source.path, config, info, dtype, progress)
     return StageModel(model, info, load_seconds=time.perf_counter() - started, load_growth_bytes=gauge.growth_bytes())
 
 

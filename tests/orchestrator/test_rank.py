@@ -15,6 +15,7 @@ from orchestrator.rank import RankWorker
 from orchestrator.waiting import Waker
 from stages.device import HostStream, Point
 from stages.errors import CudaError, HeaderMismatch, PeerLost, TransportError, TransportUnavailable
+from stages.model.weights import no_progress
 from stages.plan import (
     Drain,
     Drained,
@@ -317,7 +318,7 @@ async def ranks_on_links(transport: str) -> AsyncIterator[tuple[list[Channel], C
     """The engine's channels, and what begins an epoch."""
     num_ranks, sizes = 2, Sizes()
     hub, load = MemoryHub(), slice_loader(toy_slices(num_ranks), sizes.num_blocks)
-    loaded = [load(setup_for(rank, num_ranks, sizes), hub) for rank in range(num_ranks)]
+    loaded = [load(setup_for(rank, num_ranks, sizes), hub, no_progress) for rank in range(num_ranks)]
     offers = [offer for _, offer in loaded]
     limits = agree_limits(offers, pipeline_config(transport, sizes))
     channels: list[Channel] = []

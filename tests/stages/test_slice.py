@@ -17,11 +17,11 @@ from stages.kv_cache import PagedKVCache
 from stages.model import load as loading
 from stages.model import slice as slicing
 from stages.model.load import load_config
-from stages.model.safetensors import StoredTensor
+from stages.model.safetensors import StoredTensor, list_tensors
 from stages.model.slice import StageModel, default_split, load_stage, resolve_dtype
 from stages.model.source import ModelSource, locate_model
 from stages.model.support import SUPPORTED_FAMILIES, check_support
-from stages.model.weights import read_tensors
+from stages.model.weights import Progress, read_tensors
 from stages.plan import PlanRow, RowKind, TensorSchema
 from stages.topology import StageInfo, stage_infos
 from tests.stages.model_factory import FAMILIES, tiny_config, write_tiny_model
@@ -205,14 +205,32 @@ def test_only_the_stages_own_tensors_are_read(tmp_path: Path, monkeypatch: pytes
     source = tiny(tmp_path, "llama", tie_word_embeddings=is_tied)
     read: list[set[str]] = []
 
-    def recording(wanted: Iterable[StoredTensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        tensors = read_tensors(wanted, dtype)
+    def recording(wanted: Iterable[StoredTensor], dtype: torch.dtype, progress: Progress) -> dict[str, torch.Tensor]:
+        tensors = read_tensors(wanted, dtype, progress)
         read.append(set(tensors))
         return tensors
 
     monkeypatch.setattr(loading, "read_tensors", recording)
     stages = load(source, [1, 2, 1])
     assert read == [set(dict(stage.model.named_parameters())) for stage in stages]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_progress_is_told_of_every_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype):
+    monkeypatch.setattr("stages.model.weights.READ_BYTES", 1000)
+    monkeypatch.setattr("stages.model.weights.PIECE_BYTES", 1000)
+    source = tiny(tmp_path, "llama")
+    stored = list_tensors(source.path)
+    total = sum(tensor.num_bytes for tensor in stored)
+    told: list[tuple[int, int]] = []
+    tensors = read_tensors(stored, dtype, lambda *progress: told.append(progress))
+    assert told == sorted(set(told))
+    assert told[-1] == (total, total)
+    assert {of for _, of in told} == {total}
+    steps = [after - before for (before, _), (after, _) in zip([(0, 0), *told], told, strict=False)]
+    assert max(steps) <= 1000
+    whole = read_tensors(stored, dtype)
+    assert all(torch.equal(tensors[name], whole[name]) for name in whole)
 
 
 def test_missing_tensor_is_refused(tmp_path: Path):
