@@ -198,14 +198,14 @@ class CopyEngineTransport(BoundaryTransport):
 
     def _boundary_kernel(self, got: int, expected: bytes, output: "_Output | None") -> CudaPoint:
         out, outgoing = (0, b"") if output is None else (output.address, output.header)
-        links = self._links
+        verdict = self._links.verdict
         point, progress = self._compute.record_in_kernel()
-        links.kernels.boundary(self._compute.handle, got, expected, out, outgoing, links.verdict, links.report, progress)
+        self._links.kernels.boundary(self._compute.handle, got, expected, out, outgoing, verdict.word, verdict.report, progress)
         return point
 
     def _verdict_check(self, step_id: int) -> Callable[[], None]:
         def check() -> None:
-            self._links.check_report(step_id)
+            self._links.verdict.check(step_id)
             if self._compute.error is not None:  # what was sent may never have been computed
                 raise self._compute.error
 

@@ -88,14 +88,14 @@ class CopyEngineTokenSender(_CopyEngineHandler):
             num_reqs,
             width,
             header,
-            links.verdict,
+            links.verdict.word,
             [sender.slot(seq) for sender in self._senders],
             [sender.full_word(seq) for sender in self._senders],
             self._senders[0].full_value(seq),
             progress,
         )
         step_id = self._messages.step_id
-        point.set_check(lambda: links.check_report(step_id))
+        point.set_check(lambda: links.verdict.check(step_id))
         return point
 
     def maybe_receive_sampled_tokens(self, num_reqs: int, max_sample_len: int = 1) -> None:
@@ -135,8 +135,8 @@ class CopyEngineTokenReceiver(_CopyEngineHandler):
             stream.handle,
             receiver.slot(seq),
             header,
-            links.verdict,
-            links.report,
+            links.verdict.word,
+            links.verdict.report,
             num_reqs,
             max_sample_len,
             address,
@@ -146,7 +146,7 @@ class CopyEngineTokenReceiver(_CopyEngineHandler):
         receiver.release(stream, seq)
         ready = stream.record()
         step_id = self._messages.step_id
-        ready.set_check(lambda: links.check_report(step_id))
+        ready.set_check(lambda: links.verdict.check(step_id))
         packed = bytes_at(address, max(token_slot_bytes(num_reqs, max_sample_len), 1), links.torch_device)
         return SampledTokens(unpack_tokens(packed, num_reqs, max_sample_len), ready)
 

@@ -24,21 +24,17 @@ import torch
 from stages.cuda import CudaDevice, CudaPoint, CudaStream
 from stages.driver import MemoryOp, memory_ops
 from stages.errors import CudaError, PeerLost, TransportError
-from stages.kernels import REPORT_BYTES, Kernels
+from stages.kernels import Kernels
 from stages.topology import PPGroup
 from stages.transport.links import LinkId, LinkSizes, link_ids
 from stages.transport.ring import (
     CONTROL_BYTES,
-    SLOT_HEADER_BYTES,
-    BoundaryHeader,
     RingLayout,
-    check_header,
     counter_word,
-    header_of,
     is_at_least,
     poison_word,
-    unpack_header,
 )
+from stages.transport.verdict import Verdict
 
 WORD_STRIDE = 64
 MAX_SLOTS = CONTROL_BYTES // WORD_STRIDE
@@ -173,7 +169,7 @@ class _Export(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DeviceLinks:
-    """The links of one rank in one epoch, and the verdict and report that all of them share.
+    """The links of one rank in one epoch, and the verdict that all of them share.
 
     ``start_seq`` is the number of the first message. Freed by the lanes that use them, once both are closed.
     """
@@ -196,14 +192,9 @@ class DeviceLinks:
         self._is_freed = False
         self._are_waits_broken = False
         self.open_lanes = 0
-        driver = device.driver
         device.free_retired()
-        self.verdict = driver.alloc(256)
-        self._pinned = driver.alloc_host(CONTROL_BYTES + 256)
-        self.report = self._pinned + CONTROL_BYTES
-        ctypes.memset(self._pinned, 0, CONTROL_BYTES + 256)
-        driver.memset_d32_async(self.verdict, 1, 1, device.rescue)
-        driver.synchronize(device.rescue)
+        self.verdict = Verdict(device, group)
+        self._pinned = device.driver.alloc_host(CONTROL_BYTES)
         self.from_prev: DeviceReceiver | None = None
         self.to_next: DeviceSender | None = None
         self.token_senders: list[DeviceSender] = []
@@ -325,23 +316,6 @@ class DeviceLinks:
                 raise TransportError(f"rank {self.group.rank}: {complaint} in time")
             time.sleep(POLL_SECONDS)
 
-    # ---- verdict ----------------------------------------------------------------------------------------------------
-
-    def check_report(self, step_id: int) -> None:
-        """Raise ``HeaderMismatch`` when the device has seen one up to this step."""
-        if self._is_freed:
-            return
-        data = ctypes.string_at(self.report, REPORT_BYTES)
-        if not data[0]:
-            return
-        expected = header_of(data[4 + SLOT_HEADER_BYTES :])
-        if expected.step_id > step_id:
-            return
-        end = self.from_prev if isinstance(expected, BoundaryHeader) else self.token_receiver
-        assert end is not None, "only what is received is checked"
-        got = unpack_header(type(expected), data[4:])
-        check_header(expected, got, receiver=end.link_id.receiver, sender=end.link_id.sender)
-
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def break_waits(self, ends: "Sequence[DeviceSender | DeviceReceiver] | None" = None) -> None:
@@ -384,8 +358,9 @@ class DeviceLinks:
             driver.synchronize(self.device.rescue)
             for address in self._opened:
                 driver.close(address)
-            self.device.retire(self.verdict, *(end.memory for end in self._ends))
+            self.device.retire(*(end.memory for end in self._ends))
             driver.free_host(self._pinned)
+        self.verdict.close()
 
 
 class DeviceLane:
