@@ -176,7 +176,7 @@ class PipelineOptions:
         "auto",
         "what carries hidden states between stages; auto takes the best one that every rank can do",
         str,
-        _one_of("auto", "copy_engine", "shared_memory", "memory"),
+        _one_of("auto", "copy_engine", "nccl", "shared_memory", "gloo", "memory"),
     )
     device: str = _option(
         "auto",

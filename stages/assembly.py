@@ -27,24 +27,23 @@ from stages.topology import PPGroup, StageInfo, check_layer_split, stage_infos
 from stages.transport.choice import NONE, choose_transport
 from stages.transport.copy_engine import copy_engine_obstacle, nvlink_peers
 from stages.transport.device_links import DeviceLinks
-from stages.transport.factory import TransportConfig, create_pp_handler, create_pp_transport
+from stages.transport.factory import Links, TransportConfig, create_pp_handler, create_pp_transport
 from stages.transport.links import (
     LinkSizes,
-    RankLinks,
     close_fds,
     link_sizes,
     shared_links_from_fds,
     shared_memory_obstacle,
 )
 from stages.transport.memory import MemoryHub
+from stages.transport.process_group_backends import gloo_obstacle, nccl_obstacle
+from stages.transport.process_group_links import GroupGpu, ProcessGroupLinks, address_for
 from stages.upload import CPU
 
 KV_SHARE_OF_FREE_MEMORY = 0.5  # of what is available after loading, for all ranks of the host together
 SHARE_OF_GPU_MEMORY = 0.85  # for all ranks on a GPU together
 GPU_WORKSPACE_BYTES = 2 << 30  # of a rank: activations, libraries, rings
 PROBE_SECONDS = 20.0
-
-Links = RankLinks | DeviceLinks
 
 
 class PendingStage:
@@ -61,11 +60,11 @@ class PendingStage:
         self.reason = reason
         self._links = links
         self._build = build
-        self.exports = links.exports() if isinstance(links, DeviceLinks) else None
+        self.exports = links.exports() if isinstance(links, DeviceLinks | ProcessGroupLinks) else None
 
     def connect(self, exports: Sequence[bytes]) -> Stage:
         try:
-            if isinstance(self._links, DeviceLinks):
+            if isinstance(self._links, DeviceLinks | ProcessGroupLinks):
                 self._links.connect(exports)
                 self._links.probe(PROBE_SECONDS)
             return self._build()
@@ -122,7 +121,7 @@ class RankAssembly:
         except StagewireError:
             close_fds(fds)
             raise
-        links = self._links(transport, group, link_sizes([self._slice.boundary], epoch.limits), fds)
+        links = self._links(transport, group, link_sizes([self._slice.boundary], epoch.limits), fds, epoch.offers)
         try:
             return PendingStage(transport, reason, links, lambda: self._build(epoch, group, transport, links))
         except BaseException:
@@ -130,13 +129,21 @@ class RankAssembly:
                 links.close()
             raise
 
-    def _links(self, transport: str, group: PPGroup, sizes: LinkSizes, fds: Sequence[int]) -> Links | None:
+    def _links(
+        self, transport: str, group: PPGroup, sizes: LinkSizes, fds: Sequence[int], offers: Sequence[Offer]
+    ) -> Links | None:
         if transport == "memory":
             assert self._hub is not None, "memory is offered only by a process with several ranks"
             return self._hub.join(group, sizes)
         if transport == "copy_engine":
             assert self._gpu is not None, "copy_engine is offered only by a rank on a GPU"
             return DeviceLinks(self._gpu.device, self._gpu.torch_device, self._gpu.kernels, group, sizes)
+        if transport == "gloo":
+            return ProcessGroupLinks(transport, group, sizes, address=address_for(offers))
+        if transport == "nccl":
+            assert self._gpu is not None, "nccl is offered only by a rank on a GPU"
+            gpu = GroupGpu(self._gpu.device, self._gpu.torch_device, self._gpu.kernels)
+            return ProcessGroupLinks(transport, group, sizes, address=address_for(offers), gpu=gpu)
         return None if transport == NONE else shared_links_from_fds(fds, group, sizes)
 
     def _build(self, epoch: Epoch, group: PPGroup, transport: str, links: Links | None) -> Stage:
@@ -256,6 +263,7 @@ def offered_transports(hub: MemoryHub | None) -> dict[str, str]:
     return {
         "copy_engine": "computes on a CPU",
         "nccl": "computes on a CPU",
+        "gloo": gloo_obstacle(),
         "shared_memory": shared_memory_obstacle(),
         "memory": "" if hub is not None else "serves its ranks in processes of their own",
     }
@@ -265,6 +273,8 @@ def gpu_transports(gpu: Gpu) -> dict[str, str]:
     """The same for a rank on a GPU."""
     return {
         "copy_engine": copy_engine_obstacle(gpu.device.driver),
+        "nccl": nccl_obstacle(),
+        "gloo": "computes on a GPU",
         "shared_memory": "computes on a GPU",
         "memory": "computes on a GPU",
     }

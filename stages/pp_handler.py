@@ -50,6 +50,10 @@ class PPHandler(ABC):
     stream: Stream
     """The ``tokens`` stream, which the messages are sent or received on."""
 
+    receives_after_sending = False
+    """Whether a step's tokens may be received only once its hidden states are sent: then a receive that waits on the device
+    holds up nothing that it waits for."""
+
     @abstractmethod
     def begin_step(self, step_id: int) -> None:
         """Announce the step that the following broadcast or receive belongs to. Steps come in plan order."""

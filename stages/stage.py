@@ -94,15 +94,17 @@ class Stage:
         operations: list[Operation] = []
         if transport is not None and not group.is_first_rank:
             operations.append(Operation("recv", group.prev_rank, self._enqueue_recv))
-        if handler is not None and not group.is_last_rank:
-            # Before the forward, which runs at once: what is enqueued after it competes with it for the interpreter.
-            operations.append(Operation("token_receive", group.last_rank, self._enqueue_receive_tokens))
-        operations.append(Operation("forward", NO_PEER, self._enqueue_forward))
-        if transport is not None and handler is not None:
-            if group.is_last_rank:
-                operations.append(Operation("token_broadcast", NO_PEER, self._enqueue_broadcast))
-            else:
-                operations.append(Operation("send", group.next_rank, self._enqueue_send))
+        forward = Operation("forward", NO_PEER, self._enqueue_forward)
+        if handler is None:
+            operations.append(forward)
+        elif group.is_last_rank:
+            operations += [forward, Operation("token_broadcast", NO_PEER, self._enqueue_broadcast)]
+        else:
+            token_receive = Operation("token_receive", group.last_rank, self._enqueue_receive_tokens)
+            send = Operation("send", group.next_rank, self._enqueue_send)
+            # First, where it may be: what is enqueued after the forward, which runs at once, competes with it for the
+            # interpreter.
+            operations += [forward, send, token_receive] if handler.receives_after_sending else [token_receive, forward, send]
         self.operations = tuple(operations)
         self._compute_step = self._sample_step if group.is_last_rank else self._hidden_step
 

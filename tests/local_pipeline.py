@@ -2,14 +2,16 @@
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import torch
 
 from metrics.recorder import SpanLog
-from orchestrator.control import Channel, ChannelClosed, memory_channel_pair
+from orchestrator.control import Channel, ChannelClosed, SocketChannel, memory_channel_pair
 from orchestrator.engine import Engine
 from orchestrator.rank_main import LoadRank, serve_rank
 from orchestrator.request import SamplingParams
@@ -41,19 +43,55 @@ async def local_pipeline(
 ) -> AsyncIterator[LocalPipeline]:
     """Start, serve, and drain at the end; a rank that ends with an error fails the test."""
     sizes = sizes or Sizes()
+    recorders = [SpanLog() for _ in slices]
+    ranks = ranks_in_threads if transport == "gloo" else ranks_on_this_loop
+    async with (
+        ranks(slices, sizes, recorders) as channels,
+        serving_engine(channels, slices[0].vocab_size, transport, sizes) as (engine, serving),
+    ):
+        yield LocalPipeline(engine, recorders, serving)
+
+
+@asynccontextmanager
+async def ranks_on_this_loop(
+    slices: Sequence[Slice], sizes: Sizes, recorders: Sequence[SpanLog]
+) -> AsyncIterator[dict[int, Channel]]:
     hub = MemoryHub()
     channels: dict[int, Channel] = {}
-    recorders = [SpanLog() for _ in slices]
     async with asyncio.TaskGroup() as ranks:
         for rank, recorder in enumerate(recorders):
             channels[rank], theirs = memory_channel_pair((f"rank {rank}", "the engine"))
             ranks.create_task(_serve_rank(rank, theirs, slices, hub, sizes, recorder), name=f"rank {rank}")
-        async with serving_engine(channels, slices[0].vocab_size, transport, sizes) as (engine, serving):
-            yield LocalPipeline(engine, recorders, serving)
+        yield channels
+
+
+@asynccontextmanager
+async def ranks_in_threads(
+    slices: Sequence[Slice], sizes: Sizes, recorders: Sequence[SpanLog]
+) -> AsyncIterator[dict[int, Channel]]:
+    """For links that a rank waits for while it connects them: that blocks its loop until the others do, too."""
+    channels: dict[int, Channel] = {}
+
+    async def serve(rank: int, sock: socket.socket) -> None:
+        await _serve_rank(rank, SocketChannel(sock, peer="the engine"), slices, None, sizes, recorders[rank])
+
+    with ThreadPoolExecutor(len(slices), "rank") as pool:
+        ends: list[Future[None]] = []
+        for rank in range(len(slices)):
+            ours, theirs = socket.socketpair()
+            channels[rank] = SocketChannel(ours, peer=f"rank {rank}")
+            ends.append(pool.submit(lambda rank=rank, theirs=theirs: asyncio.run(serve(rank, theirs))))
+        try:
+            yield channels
+        finally:
+            for channel in channels.values():
+                await channel.aclose()
+    for end in ends:
+        end.result()
 
 
 async def _serve_rank(
-    rank: int, channel: Channel, slices: Sequence[Slice], hub: MemoryHub, sizes: Sizes, recorder: SpanLog
+    rank: int, channel: Channel, slices: Sequence[Slice], hub: MemoryHub | None, sizes: Sizes, recorder: SpanLog
 ) -> None:
     try:
         await serve_rank(rank, channel, hub, slice_loader(slices, sizes.num_blocks), recorder)

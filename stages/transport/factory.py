@@ -16,11 +16,23 @@ from stages.transport.choice import check_transport_name
 from stages.transport.copy_engine import CopyEngineTransport
 from stages.transport.copy_engine_tokens import CopyEngineTokenReceiver, CopyEngineTokenSender
 from stages.transport.device_links import DeviceLinks
-from stages.transport.host_ring import HostRingTransport
+from stages.transport.host_ring import HostLink, HostRingTransport
 from stages.transport.host_tokens import HostTokenReceiver, HostTokenSender
 from stages.transport.links import RankLinks, check_boundary
+from stages.transport.process_group import ProcessGroupTransport
+from stages.transport.process_group_host import GlooLink
+from stages.transport.process_group_links import ProcessGroupLinks
+from stages.transport.process_group_tokens import NcclTokenReceiver, NcclTokenSender
 
-HOST_RINGS = ("shared_memory", "memory")
+Links = RankLinks | DeviceLinks | ProcessGroupLinks
+LINKS_OF: dict[str, type[Links]] = {
+    "shared_memory": RankLinks,
+    "memory": RankLinks,
+    "copy_engine": DeviceLinks,
+    "nccl": ProcessGroupLinks,
+    "gloo": ProcessGroupLinks,
+}
+"""The kind of links that each transport needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +53,7 @@ class TransportConfig:
     ring_slots: int
     compute: Stream
     sends_on_compute: bool = False
-    links: RankLinks | DeviceLinks | None = None
+    links: Links | None = None
 
     @property
     def send_stream(self) -> Stream | None:
@@ -67,6 +79,16 @@ def create_pp_transport(config: TransportConfig, persistent: Mapping[str, torch.
             sends_on_compute=config.sends_on_compute,
             persistent=persistent,
         )
+    if isinstance(links, ProcessGroupLinks):
+        return ProcessGroupTransport(
+            pp_group=config.pp_group,
+            boundary=config.boundary,
+            max_rows=config.max_rows,
+            compute=config.compute,
+            links=links,
+            send_stream=config.send_stream,
+            persistent=persistent,
+        )
     for link in (links.from_prev, links.to_next):
         if link is not None and link.layout.num_slots != config.ring_slots:
             raise TransportError(f"ring slots {config.ring_slots}: the links were made with {link.layout.num_slots}")
@@ -86,21 +108,26 @@ def create_pp_handler(config: TransportConfig) -> PPHandler | None:
     """The rank's token handler; None without PP."""
     if config.pp_group.world_size == 1:
         return None
-    links = _checked_links(config)
+    links, group, is_sender = _checked_links(config), config.pp_group, config.pp_group.is_last_rank
     if isinstance(links, DeviceLinks):
-        if config.pp_group.is_last_rank:
-            return CopyEngineTokenSender(config.pp_group, _on_gpu(config.compute), links)
-        return CopyEngineTokenReceiver(config.pp_group, links)
-    if config.pp_group.is_last_rank:
-        return HostTokenSender(config.pp_group, config.compute, links.tokens, config.send_stream)
-    return HostTokenReceiver(config.pp_group, links.tokens[0])
+        if is_sender:
+            return CopyEngineTokenSender(group, _on_gpu(config.compute), links)
+        return CopyEngineTokenReceiver(group, links)
+    if isinstance(links, ProcessGroupLinks) and links.gpu is not None:
+        return (NcclTokenSender if is_sender else NcclTokenReceiver)(group, _on_gpu(config.compute), links)
+    tokens: Sequence[HostLink] = (
+        links.tokens if isinstance(links, RankLinks) else [GlooLink(links, link) for link in links.tokens]
+    )
+    if is_sender:
+        return HostTokenSender(group, config.compute, tokens, config.send_stream)
+    return HostTokenReceiver(group, tokens[0])
 
 
-def _checked_links(config: TransportConfig) -> RankLinks | DeviceLinks:
+def _checked_links(config: TransportConfig) -> Links:
     check_transport_name(config.name)
-    kind = RankLinks if config.name in HOST_RINGS else DeviceLinks if config.name == "copy_engine" else None
+    kind = LINKS_OF.get(config.name)
     if kind is None:
-        raise TransportError(f"transport {config.name}: not built in; there are {', '.join((*HOST_RINGS, 'copy_engine'))}")
+        raise TransportError(f"transport {config.name}: must be one of {', '.join(LINKS_OF)}")
     if not isinstance(config.links, kind):
         raise TransportError(f"transport {config.name}: rank {config.pp_group.rank} was given no links")
     return config.links
@@ -108,5 +135,5 @@ def _checked_links(config: TransportConfig) -> RankLinks | DeviceLinks:
 
 def _on_gpu(stream: Stream) -> CudaStream:
     if not isinstance(stream, CudaStream):
-        raise TransportError(f"transport copy_engine: stream {stream.name} is not of a GPU")
+        raise TransportError(f"stream {stream.name} is not of a GPU, as the links are")
     return stream

@@ -3,6 +3,7 @@
 import ctypes
 import threading
 from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -13,9 +14,39 @@ from stages.topology import PPGroup
 from stages.transport.base import IntermediateTensors, StepShape
 from stages.transport.boundary import BoundaryTransport
 from stages.transport.links import RankLinks, row_bytes, tensor_offsets
-from stages.transport.ring import SLOT_HEADER_BYTES, Link, Poison, RingReceiver, RingSender
+from stages.transport.ring import Header, Link, Poison, RingLayout, RingReceiver, RingSender
 
 NUM_OUTPUT_BUFFERS = 2  # compute writes one while the transport still reads the other
+
+
+class HostEnd(Protocol):
+    """One end of a link between hosts' memories. ``RingSender`` and ``RingReceiver`` say what the calls do."""
+
+    def claim(self) -> int: ...
+    def close(self) -> None: ...
+
+
+class HostSender(HostEnd, Protocol):
+    def wait_free(self, seq: int) -> None: ...
+    def publish(self, seq: int, header: Header) -> None: ...
+
+
+class HostReceiver(HostEnd, Protocol):
+    def wait_full(self, seq: int, expected: Header) -> None: ...
+    def release(self, seq: int) -> None: ...
+
+
+class HostLink(Protocol):
+    """A link whose slots are in memory that this rank reaches. Its end here waits with ``poison``, and closes the link."""
+
+    @property
+    def layout(self) -> RingLayout: ...
+    def sender(self, poison: Poison) -> HostSender: ...
+    def receiver(self, poison: Poison) -> HostReceiver: ...
+    def payloads(self) -> list[memoryview]: ...
+
+
+_E = TypeVar("_E", bound=HostEnd)
 
 
 class HostLane:
@@ -29,16 +60,11 @@ class HostLane:
         self.stream = HostStream(name) if stream is None else stream
         self._name = name
         self._owns_stream = stream is None
-        self._ends: list[RingSender | RingReceiver] = []
+        self._ends: list[HostEnd] = []
         self._users: set[Stream] = set()  # of our links: streams that are not our own
 
-    def sender(self, link: Link) -> RingSender:
-        end = RingSender(link, self.poison)
-        self._ends.append(end)
-        return end
-
-    def receiver(self, link: Link) -> RingReceiver:
-        end = RingReceiver(link, self.poison)
+    def own(self, end: _E) -> _E:
+        """An end that waits with our ``poison``; ``close`` closes it."""
         self._ends.append(end)
         return end
 
@@ -61,12 +87,9 @@ class HostLane:
             self._ends.pop().close()
 
 
-def payloads(link: Link) -> list[torch.Tensor]:
+def payloads(link: HostLink) -> list[torch.Tensor]:
     """The payload of each slot, ``[slot_bytes]`` uint8, in place."""
-    layout = link.layout
-    segment = torch.frombuffer(link.buffer, dtype=torch.uint8)
-    starts = [layout.slot_offset(slot) + SLOT_HEADER_BYTES for slot in range(layout.num_slots)]
-    return [segment[start : start + layout.slot_bytes] for start in starts]
+    return [torch.frombuffer(payload, dtype=torch.uint8) for payload in link.payloads()]
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -107,8 +130,8 @@ class HostRingTransport(BoundaryTransport):
             if link is not None:
                 self._check_slot_bytes(link.layout.slot_bytes)
         self._lane = HostLane(f"send-{pp_group.rank}", send_stream)
-        self._sender = None if links.to_next is None else self._lane.sender(links.to_next)
-        self._receiver = None if links.from_prev is None else self._lane.receiver(links.from_prev)
+        self._sender = None if links.to_next is None else self._lane.own(links.to_next.sender(self._lane.poison))
+        self._receiver = None if links.from_prev is None else self._lane.own(links.from_prev.receiver(self._lane.poison))
         self._out_slots = self._slots(links.to_next)
         self._in_slots = self._slots(links.from_prev)
         self._buffers = (

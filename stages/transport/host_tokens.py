@@ -1,4 +1,4 @@
-"""Token return over host rings."""
+"""Token return over links of host memory."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,13 +17,13 @@ from stages.pp_handler import (
     unpack_tokens,
 )
 from stages.topology import PPGroup
-from stages.transport.host_ring import HostLane, copy_into, payloads
+from stages.transport.host_ring import HostLane, HostLink, HostSender, copy_into, payloads
 from stages.transport.links import token_slot_bytes
-from stages.transport.ring import Link, RingLayout, RingSender, TokenHeader
+from stages.transport.ring import RingLayout, TokenHeader
 
 
 class _HostHandler(PPHandler):
-    """Over host rings; takes its token links over and closes them."""
+    """Over links of host memory; takes its token links over and closes them."""
 
     def __init__(self, group: PPGroup, layout: RingLayout, stream: Stream | None = None) -> None:
         self._messages = TokenMessages(group, layout)
@@ -40,20 +40,20 @@ class _HostHandler(PPHandler):
 
 
 class _Message(NamedTuple):
-    """One step's tokens on their way into the ring of one rank."""
+    """One step's tokens on their way to one rank."""
 
-    sender: RingSender
+    sender: HostSender
     seq: int
     header: TokenHeader
 
 
 class HostTokenSender(_HostHandler):
-    """The last rank's: one ring write to each other rank, on ``send_stream``, None for one of its own."""
+    """The last rank's: one message to each other rank, on ``send_stream``, None for one of its own."""
 
-    def __init__(self, group: PPGroup, compute: Stream, links: Sequence[Link], send_stream: Stream | None = None) -> None:
+    def __init__(self, group: PPGroup, compute: Stream, links: Sequence[HostLink], send_stream: Stream | None = None) -> None:
         super().__init__(group, links[0].layout, send_stream)
         self._compute = compute
-        self._senders = [self._lane.sender(link) for link in links]
+        self._senders = [self._lane.own(link.sender(self._lane.poison)) for link in links]
         self._slots = [payloads(link) for link in links]
 
     def maybe_broadcast_sampled_tokens(
@@ -105,9 +105,9 @@ class HostTokenSender(_HostHandler):
 class HostTokenReceiver(_HostHandler):
     """Every other rank's."""
 
-    def __init__(self, group: PPGroup, link: Link) -> None:
+    def __init__(self, group: PPGroup, link: HostLink) -> None:
         super().__init__(group, link.layout)
-        self._receiver = self._lane.receiver(link)
+        self._receiver = self._lane.own(link.receiver(self._lane.poison))
         self._slots = payloads(link)
 
     def maybe_broadcast_sampled_tokens(

@@ -295,6 +295,18 @@ class Link:
             raise TransportError(f"the link from rank {self.stamp.sender} to rank {self.stamp.receiver} is closed")
         return self._buffer
 
+    def sender(self, poison: Poison) -> "RingSender":
+        return RingSender(self, poison)
+
+    def receiver(self, poison: Poison) -> "RingReceiver":
+        return RingReceiver(self, poison)
+
+    def payloads(self) -> list[memoryview]:
+        """The payload of each slot, in place."""
+        segment, layout = memoryview(self.buffer), self.layout
+        starts = [layout.slot_offset(slot) + SLOT_HEADER_BYTES for slot in range(layout.num_slots)]
+        return [segment[start : start + layout.slot_bytes] for start in starts]
+
     def close(self) -> None:
         """Close the doorbells and let go of the segment, which is unmapped with the last tensor that views it.
 

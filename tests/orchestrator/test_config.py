@@ -74,7 +74,7 @@ BAD = [
     ("device", "cuda:0,cuda:x", "auto, cpu, cuda, or a list"),
     ("spin_us", "-1", "a whole number between 0 and 10000000"),
     ("step_timeout", "0", "a number of seconds above 0"),
-    ("pp_transport", "nvlink", "one of auto, copy_engine, shared_memory, memory"),
+    ("pp_transport", "nvlink", "one of auto, copy_engine, nccl, shared_memory, gloo, memory"),
     ("load_format", "gguf", "one of auto, dummy"),
     ("dtype", "fp8", "one of auto, float32, bfloat16, float16"),
     ("ring_slots", "0", "a whole number between 1 and 64"),

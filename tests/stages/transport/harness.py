@@ -6,8 +6,11 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -30,12 +33,19 @@ from stages.transport.links import (
     token_slot_bytes,
 )
 from stages.transport.memory import MemoryHub
-from stages.transport.ring import CONTROL_BYTES, SLOT_HEADER_BYTES, Doorbell, Link, RingLayout
+from stages.transport.process_group_backends import GlooGroup, distributed
+from stages.transport.process_group_links import GroupGpu, ProcessGroupLinks
+from stages.transport.ring import CONTROL_BYTES, Doorbell, Link, RingLayout
 from tests.emulated_cuda import the_emulation
 
 HOST_KINDS = ("memory", "shared_memory")
 INLINE = "copy_engine, inline"  # small messages are copied on the compute stream
-KINDS = (*HOST_KINDS, "copy_engine", INLINE)
+RING_KINDS = (*HOST_KINDS, "copy_engine", INLINE)
+ON_GPU = "gloo, as on a GPU"  # what NCCL runs, on emulated GPUs, with gloo in its place
+GROUP_KINDS = ("gloo", ON_GPU)
+BUFFERING_KINDS = (*RING_KINDS, "gloo")
+"""Those that take a message before the receiver asks for it."""
+KINDS = (*RING_KINDS, *GROUP_KINDS)
 HIDDEN = [TensorSchema("hidden_states", "float32", 8)]
 SEVERAL = [
     TensorSchema("hidden_states", "float32", 8),
@@ -46,6 +56,7 @@ MAX_ROWS = 32
 MAX_REQS = 8
 MAX_SAMPLE_LEN = 6
 DEADLINE_SECONDS = 30
+distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # libuv opens a pipe once, and keeps it
 
 
 class SpyBell:
@@ -69,7 +80,46 @@ class SpyBell:
         assert self._sleepers.acquire(timeout=DEADLINE_SECONDS), "nobody waits at this doorbell"
 
 
-Links = RankLinks | DeviceLinks
+@dataclass
+class SpyWork:
+    work: Any
+    spy: "SpyGroup"
+
+    def wait(self, timeout: timedelta) -> None:
+        with self.spy.waiting():
+            self.work.wait(timeout)
+
+
+class SpyGroup:
+    """In place of gloo's own group: tells for how long a thread has been waiting."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._since: dict[int, float] = {}
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        self._since[threading.get_ident()] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._since[threading.get_ident()]
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> SpyWork:
+        return SpyWork(self._group.recv(tensors, peer, tag), self)
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> SpyWork:
+        return SpyWork(self._group.send(tensors, peer, tag), self)
+
+    def wait_for_sleeper(self) -> None:
+        """Gloo tells of nothing: what waits for longer than messages take waits for its peer."""
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not any(time.monotonic() - since > 0.05 for since in list(self._since.values())):
+            assert time.monotonic() < deadline, "nobody waits in this group"
+            time.sleep(0.001)
+
+
+Links = RankLinks | DeviceLinks | ProcessGroupLinks
 _devices: list[CudaDevice] = []  # closed at the end of a test: what a rank lets go of, its peers may still write to
 
 
@@ -121,6 +171,8 @@ def links_for(kind: str, world_size: int, sizes: LinkSizes, *, epoch: int, start
         for links in device_links:
             links.connect(exports)
         return device_links
+    if kind in GROUP_KINDS:
+        return group_links(kind, groups, sizes, start_seq)
     if kind == "memory":
         hub = MemoryHub(start_seq)
         return [hub.join(group, sizes) for group in groups]
@@ -136,6 +188,32 @@ def links_for(kind: str, world_size: int, sizes: LinkSizes, *, epoch: int, start
     return [shared_links_from_fds(rank_fds, group, sizes) for rank_fds, group in zip(fds, groups, strict=True)]
 
 
+def group_links(kind: str, groups: Sequence[PPGroup], sizes: LinkSizes, start_seq: int) -> list[ProcessGroupLinks]:
+    """Connected and probed, each in a thread of its own: that waits for the others."""
+    links: list[ProcessGroupLinks] = []
+    for group in groups:
+        gpu = None
+        if kind == ON_GPU:
+            emulated = the_emulation()
+            _devices.append(emulated.device(group.rank))
+            gpu = GroupGpu(_devices[-1], torch.device("cpu"), Kernels(emulated.driver))
+        links.append(ProcessGroupLinks("gloo", group, sizes, gpu=gpu, start_seq=start_seq))
+    exports = [each.exports() for each in links]
+
+    def connect(each: ProcessGroupLinks) -> None:
+        each.connect(exports)
+        each.probe(DEADLINE_SECONDS)
+
+    with ThreadPoolExecutor(len(links)) as pool:
+        for done in [pool.submit(connect, each) for each in links]:
+            done.result()
+    for each in links:
+        for group in each._groups:
+            assert isinstance(group, GlooGroup)
+            group._group = SpyGroup(group._group)
+    return links
+
+
 def build_rank(
     kind: str,
     group: PPGroup,
@@ -143,14 +221,13 @@ def build_rank(
     boundary: Sequence[TensorSchema] = HIDDEN,
     persistent: Mapping[str, torch.Tensor] | None = None,
 ) -> Rank:
-    device = links.device if isinstance(links, DeviceLinks) else None
-    compute = HostStream(f"compute-{group.rank}") if device is None else device.stream(f"compute-{group.rank}")
+    compute = compute_for(links, f"compute-{group.rank}")
     if isinstance(links, RankLinks):
         for link in [links.from_prev, links.to_next, *links.tokens]:
             if link is not None:
                 link.full_bell, link.free_bell = SpyBell(link.full_bell), SpyBell(link.free_bell)
     config = TransportConfig(
-        name=kind.removesuffix(", inline"),
+        name=kind.split(",")[0],
         sends_on_compute=kind == INLINE,
         pp_group=group,
         boundary=boundary,
@@ -163,6 +240,14 @@ def build_rank(
     assert transport is not None
     assert handler is not None
     return Rank(group, compute, links, transport, handler)
+
+
+def compute_for(links: Links, name: str) -> Stream:
+    if isinstance(links, DeviceLinks):
+        return links.device.stream(name)
+    if isinstance(links, ProcessGroupLinks) and links.gpu is not None:
+        return links.gpu.stream(name)
+    return HostStream(name)
 
 
 def ring_layout(links: Links) -> RingLayout:
@@ -183,6 +268,11 @@ def wait_for_sleeper(rank: Rank, what: str) -> None:
         assert isinstance(bell, SpyBell)
         bell.wait_for_sleeper()
         return
+    if isinstance(links, ProcessGroupLinks):
+        link = {"recv": links.from_prev, "send": links.to_next, "tokens": links.tokens[0]}[what]
+        assert link is not None
+        link.group._group.wait_for_sleeper()  # pyright: ignore[reportAttributeAccessIssue]
+        return
     ends = {"recv": [links.from_prev], "send": [links.to_next], "tokens": [links.token_receiver, *links.token_senders]}
     memory = next(end for end in ends[what] if end is not None).memory
     deadline = time.monotonic() + DEADLINE_SECONDS
@@ -195,17 +285,9 @@ def full_word(rank: Rank) -> memoryview:
     """The counter that the first message of a receiving rank is told by, as its peer writes it."""
     if isinstance(rank.links, RankLinks):
         return memoryview(boundary_link(rank.links).buffer)[:8].cast("Q")
+    assert isinstance(rank.links, DeviceLinks)
     assert rank.links.from_prev is not None
     return memoryview((ctypes.c_uint64 * 1).from_address(rank.links.from_prev.memory)).cast("B").cast("Q")
-
-
-def slot_header(rank: Rank) -> memoryview:
-    """The header of the slot that the first message of a receiving rank is in."""
-    if isinstance(rank.links, RankLinks):
-        link = boundary_link(rank.links)
-        return memoryview(link.buffer)[link.layout.slot_offset(0) :][:SLOT_HEADER_BYTES]
-    assert rank.links.from_prev is not None
-    return memoryview((ctypes.c_ubyte * SLOT_HEADER_BYTES).from_address(rank.links.from_prev.slot(0))).cast("B")
 
 
 def boundary_link(links: Links) -> Link:

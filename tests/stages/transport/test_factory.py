@@ -39,7 +39,11 @@ def test_without_pipeline_parallelism_there_is_neither(compute: HostStream) -> N
     ("changes", "error", "message"),
     [
         ({"name": "memry"}, ConfigError, "--pp-transport memry: unknown transport; did you mean memory?"),
-        ({"name": "nccl"}, TransportError, "transport nccl: not built in; there are shared_memory, memory, copy_engine"),
+        (
+            {"name": "none"},
+            ConfigError,
+            "--pp-transport none: unknown transport; must be one of auto, copy_engine, nccl, shared_memory, gloo, memory",
+        ),
         ({"with_links": False}, TransportError, "transport memory: rank 1 was given no links"),
     ],
 )

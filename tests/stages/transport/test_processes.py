@@ -1,4 +1,4 @@
-"""``shared_memory`` between processes, and either of them killed."""
+"""Transports between processes, and for ``shared_memory`` either of them killed."""
 
 import os
 import signal
@@ -15,9 +15,9 @@ import torch
 
 from stages.errors import PeerLost
 from stages.topology import PPGroup
-from stages.transport.links import create_links_for, shared_links_from_fds
+from stages.transport.links import RankLinks, create_links_for, shared_links_from_fds
 from tests.stages.transport.harness import HIDDEN, Rank, SpyBell, boundary_link, build_rank, reach, tensors_of
-from tests.stages.transport.peer import RING_SLOTS, SIZES, num_rows, receive, send
+from tests.stages.transport.peer import RING_SLOTS, SIZES, links_over, num_rows, receive, send
 
 
 def lost() -> PeerLost:
@@ -43,30 +43,40 @@ class Peer:
 
 
 @contextmanager
-def peer_process(rank: int, what: str, count: int) -> Iterator[tuple[Rank, Peer]]:
+def peer_process(rank: int, what: str, count: int, kind: str = "shared_memory", epoch: int = 1) -> Iterator[tuple[Rank, Peer]]:
     """The other rank in a process of its own, and ours; ``count`` 0 lets it run for ever."""
-    fds = create_links_for(2, SIZES, epoch=1)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.settimeout(60)
-        command = [sys.executable, "-m", "tests.stages.transport.peer", str(rank), str(theirs.fileno()), what, str(count)]
+        arguments = [kind, rank, epoch, theirs.fileno(), what, count]
+        command = [sys.executable, "-m", "tests.stages.transport.peer", *map(str, arguments)]
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         theirs.close()
-        socket.send_fds(ours, [b"links"], fds[rank])
-        for fd in fds[rank]:
-            os.close(fd)
-        group = PPGroup(1 - rank, 2, epoch=1)
-        local = build_rank("shared_memory", group, shared_links_from_fds(fds[1 - rank], group, SIZES))
-        with ours.makefile("r") as lines:
-            peer = Peer(process, ours, lines)
-            try:
-                peer.expect("ready")
-                yield local, peer
-            finally:
-                local.poison(lost())
-                local.close()
-                process.kill()
-                process.wait()
+        try:
+            group = PPGroup(1 - rank, 2, epoch)
+            local = build_rank(
+                kind, group, shared_links(ours, rank) if kind == "shared_memory" else links_over(ours, kind, group)
+            )
+            with ours.makefile("r") as lines:
+                peer = Peer(process, ours, lines)
+                try:
+                    peer.expect("ready")
+                    yield local, peer
+                finally:
+                    local.poison(lost())
+                    local.close()
+        finally:
+            process.kill()
+            process.wait()
+
+
+def shared_links(channel: socket.socket, rank: int) -> RankLinks:
+    """The links of the two ranks, of which those of ``rank`` go through ``channel``."""
+    fds = create_links_for(2, SIZES, epoch=1)
+    socket.send_fds(channel, [b"links"], fds[rank])
+    for fd in fds[rank]:
+        os.close(fd)
+    return shared_links_from_fds(fds[1 - rank], PPGroup(1 - rank, 2, epoch=1), SIZES)
 
 
 def spy(bell: object) -> SpyBell:
@@ -74,12 +84,16 @@ def spy(bell: object) -> SpyBell:
     return bell
 
 
-def test_a_thousand_steps_there_and_back() -> None:
-    with peer_process(1, "echo", 1000) as (first, peer):
+KINDS = ["shared_memory", "gloo", pytest.param("nccl", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_thousand_steps_there_and_back(kind: str) -> None:
+    with peer_process(1, "echo", 1000, kind) as (first, peer):
         for step_id in range(1000):
             first.begin(step_id, 1)
             values = tensors_of(HIDDEN, step_id, 1)
-            first.send(values)
+            first.send({name: tensor.to("cuda" if kind == "nccl" else "cpu") for name, tensor in values.items()})
             tokens = first.handler.maybe_receive_sampled_tokens(1)
             assert tokens is not None
             reach(tokens.ready)
