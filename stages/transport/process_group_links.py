@@ -181,15 +181,15 @@ class ProcessGroupLinks:
         """
         rounds = self._rounds()
         try:
+            for group in self._groups:
+                group.set_timeout(timedelta(seconds=timeout_seconds))
             if self.gpu is None:
-                for group in self._groups:
-                    group.set_timeout(timedelta(seconds=timeout_seconds))
                 for one in rounds:
                     one.run()
-                for group in self._groups:
-                    group.set_timeout(FOREVER)
             else:
                 self._run_on_gpu(self.gpu, rounds, timeout_seconds)
+            for group in self._groups:
+                group.set_timeout(FOREVER)
         except RuntimeError as exc:
             raise TransportError(
                 f"rank {self.pp_group.rank}: a message of the probe did not arrive: {reason_of(exc)}"

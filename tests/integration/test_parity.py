@@ -61,6 +61,9 @@ PAIRWISE = [
     Case(4, "memory", 1, 512),
     Case(4, "shared_memory", 16, 16),
 ]
+GLOO = [Case(2, "gloo", 16, 16), Case(3, "gloo", 1, 512)]
+"""Its messages are made as those of the rings are: two cases show what is its own."""
+GLOO_IN_FULL = [*itertools.starmap(Case, itertools.product((2, 3), ("gloo",), (1, 16), (16, 512)))]
 
 
 @lru_cache(maxsize=2)  # one model cut in one way at a time
@@ -173,7 +176,7 @@ def deep_wanted(deep: ModelSource, tiny_prompts: list[list[int]]) -> list[list[i
     return reference_tokens(deep, tiny_prompts, 8)
 
 
-@pytest.mark.parametrize("case", MATRIX, ids=str)
+@pytest.mark.parametrize("case", [*MATRIX, *GLOO_IN_FULL], ids=str)
 async def test_a_tiny_model(tiny: ModelSource, tiny_prompts: list[list[int]], tiny_wanted: list[list[int]], case: Case) -> None:
     await check_case(tiny, case, tiny_prompts, tiny_wanted)
 
@@ -251,7 +254,7 @@ def smollm2_wanted(smollm2: ModelSource, smollm2_prompts: list[list[int]]) -> li
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", PAIRWISE, ids=str)
+@pytest.mark.parametrize("case", [*PAIRWISE, *GLOO], ids=str)
 async def test_smollm2(
     smollm2: ModelSource, smollm2_prompts: list[list[int]], smollm2_wanted: list[list[int]], case: Case
 ) -> None:
@@ -261,7 +264,7 @@ async def test_smollm2(
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", MATRIX + DEEP, ids=str)
+@pytest.mark.parametrize("case", [*MATRIX, *DEEP, *GLOO_IN_FULL], ids=str)
 async def test_smollm2_in_full(
     smollm2: ModelSource, smollm2_prompts: list[list[int]], smollm2_wanted: list[list[int]], case: Case
 ) -> None:

@@ -22,11 +22,11 @@ from stages.transport.ring import SEQ_MASK, counter_word, pack_header
 from tests.stages.transport.harness import (
     BUFFERING_KINDS,
     DEADLINE_SECONDS,
+    GROUP_KINDS,
     HIDDEN,
     HOST_KINDS,
     KINDS,
     MAX_ROWS,
-    ON_GPU,
     RING_KINDS,
     SEVERAL,
     Rank,
@@ -100,7 +100,7 @@ def test_thousands_of_steps_arrive_in_order_and_whole(kind: str, boundary: list[
     with pipeline(kind, 2, [boundary], ring_slots=ring_slots) as (first, last):
         checker = Checker(last, boundary)
         in_flight: deque[IntermediateTensors] = deque()
-        for step_id in range(500 if kind == ON_GPU else 2000):  # there a message takes three threads
+        for step_id in range(500 if kind in GROUP_KINDS else 2000):  # which take several threads for a message
             num_rows = rng.choice([0, 1, rng.randint(0, MAX_ROWS), MAX_ROWS])
             first.begin(step_id, num_rows)
             last.begin(step_id, num_rows)
@@ -125,7 +125,7 @@ def test_a_chain_of_three_with_tokens_going_back(kind: str) -> None:
             return lambda: void(torch.add(received["hidden_states"], 1, out=output))
 
         points = deque()
-        for step_id in range(200 if kind == ON_GPU else 600):
+        for step_id in range(200 if kind in GROUP_KINDS else 600):
             num_rows = rng.randint(0, MAX_ROWS)
             for rank in ranks:
                 rank.begin(step_id, num_rows)
@@ -670,8 +670,10 @@ def test_a_failed_compute_stream_fails_the_send_with_the_same_error(kind: str) -
     def fail() -> None:
         raise ZeroDivisionError("of the forward")
 
-    with pipeline(kind, 2) as (first, _):
+    with pipeline(kind, 2) as (first, last):
         first.begin(0)
+        last.begin(0)
+        last.recv()
         first.compute.launch(fail)
         with pytest.raises(ZeroDivisionError, match="of the forward"):
             reach(first.send(tensors_of(HIDDEN, 0, 1)))
