@@ -122,7 +122,7 @@ class Sampler:
         """
         sampled = [row for row in rows if row.needs_token]
         scored = [row for row in rows if row.scored]
-        num_logits = len(sampled) + sum(len(row.scored) for row in scored)
+        num_logits = len(sampled) + (sum(len(row.scored) for row in scored) if scored else 0)
         if logits.shape != (num_logits, self.vocab_size):
             raise ValueError(f"logits {tuple(logits.shape)}: must be {(num_logits, self.vocab_size)}")
         for row in rows:
@@ -135,22 +135,30 @@ class Sampler:
             output.sampled_token_ids.fill_(NO_TOKEN)
         output.num_rejected.zero_()
         seats = [self._seat_of(row) for row in sampled]
+        asking = [seat for seat in seats if not seat.is_plain]
+        token_ids: torch.Tensor | None = None
         if sampled:
-            token_ids, is_finite = self._choose(logits[: len(sampled)] if scored else logits, sampled, seats)
+            to_sample = logits[: len(sampled)] if scored else logits
+            largest, token_ids = to_sample.max(dim=1)
+            is_finite = largest.isfinite()
+            if asking:
+                self._choose(to_sample, sampled, seats, token_ids, is_finite)
             output.num_sampled.copy_(is_finite)
-            output.sampled_token_ids[:, 0] = token_ids.masked_fill(~is_finite, NO_TOKEN)
-        else:
-            token_ids = output.sampled_token_ids.flatten()
-        output.logprobs = self._logprobs(logits, token_ids, seats, scored)
+            output.sampled_token_ids[:, 0] = token_ids.masked_fill_(~is_finite, NO_TOKEN)
+        if asking or scored:
+            output.logprobs = self._logprobs(logits, token_ids, seats, scored)
         return output
 
     def _choose(
-        self, logits: torch.Tensor, rows: Sequence[PlanRow], seats: "Sequence[_Seat]"
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A token id for each of ``logits [n, vocab]``, and whether the row is good for one, both ``[n]``."""
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[PlanRow],
+        seats: "Sequence[_Seat]",
+        token_ids: torch.Tensor,
+        is_finite: torch.Tensor,
+    ) -> None:
+        """Replace the greedy ``token_ids [n]`` of ``logits [n, vocab]`` where seats ask for others, and ``is_finite [n]``."""
         positions = [row.start + row.num_tokens for row in rows]
-        largest, token_ids = logits.max(dim=1)
-        is_finite = largest.isfinite()
         changing = [i for i, seat in enumerate(seats) if seat.changes_logits(positions[i])]
         changed: torch.Tensor | None = None
         if changing:
@@ -181,7 +189,6 @@ class Sampler:
             slots, at = [rows[i].slot for i in remembered], [positions[i] for i in remembered]
             # An index into the vocabulary, whatever the logits were: it is read back before anybody has looked at it.
             self._history.store_sampled(slots, at, new.clamp(0, self.vocab_size - 1))
-        return token_ids, is_finite
 
     def _change(self, logits: torch.Tensor, slots: Sequence[int], positions: Sequence[int], seats: "Sequence[_Seat]") -> None:
         """Ban, bias and penalise ``logits [n, vocab]`` float32, in place."""
@@ -204,21 +211,21 @@ class Sampler:
                 logits.index_copy_(0, which, part)
 
     def _logprobs(
-        self, logits: torch.Tensor, token_ids: torch.Tensor, seats: "Sequence[_Seat]", scored: Sequence[PlanRow]
+        self, logits: torch.Tensor, token_ids: torch.Tensor | None, seats: "Sequence[_Seat]", scored: Sequence[PlanRow]
     ) -> StepLogprobs | None:
+        """``token_ids`` are what the seats got, None when there are none."""
         wanted = [(i, seat.sampling.num_logprobs) for i, seat in enumerate(seats) if seat.sampling.num_logprobs != NO_LOGPROBS]
         if not wanted and not scored:
             return None
         scored_rows = [(row, self._seat_of(row).sampling.num_prompt_logprobs) for row in scored]
+        device = logits.device
+        told = [upload([token_id for row in scored for token_id in row.scored], torch.int64, device)] if scored else []
+        if wanted and token_ids is not None:
+            told.insert(0, token_ids[upload([i for i, _ in wanted], torch.int64, device)])
         if len(wanted) < len(seats):
-            index = [i for i, _ in wanted] + list(range(len(seats), len(logits)))
-            logits = logits[upload(index, torch.int64, logits.device)]
-            token_ids = token_ids[upload([i for i, _ in wanted], torch.int64, token_ids.device)]
-        if scored:
-            following = [token_id for row in scored for token_id in row.scored]
-            token_ids = torch.cat([token_ids, upload(following, torch.int64, token_ids.device)])
+            logits = logits[upload([i for i, _ in wanted] + list(range(len(seats), len(logits))), torch.int64, device)]
         num_top = max(num_top for _, num_top in (*wanted, *scored_rows))
-        return StepLogprobs(pack_logprobs(logits, token_ids, num_top), wanted, scored_rows)
+        return StepLogprobs(pack_logprobs(logits, torch.cat(told), num_top), wanted, scored_rows)
 
     def _remember_prompt(self, row: PlanRow) -> None:
         seat = self._seats[row.slot]
@@ -260,6 +267,9 @@ class _Seat:
         self._ban = _Biases.of(banned, [-math.inf] * len(banned), device) if sampling.banned_until else ()
         self._always_changes = bool(self._bias) or sampling.is_penalised
         self._is_banned_until = sampling.banned_until if self._ban else 0
+        # Greedy on the logits as they are, and nothing told of them: by far the most frequent.
+        has_changes = self._always_changes or bool(self._ban)
+        self.is_plain = not has_changes and sampling.temperature <= 0 and sampling.num_logprobs == NO_LOGPROBS
 
     def changes_logits(self, position: int) -> bool:
         """Whether the logits of the token at ``position`` are to be changed before it is sampled."""
