@@ -31,6 +31,7 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 PROMPT = [(7 * i) % 300 + 3 for i in range(23)]
 OTHERS = [[(11 * i + k) % 300 + 3 for i in range(5 + 9 * k)] for k in range(6)]
+NO_EXPORTER = ("127.0.0.1", 0)
 NUM_PENALISED = 20
 NUM_TOLD = 16
 # Blocks for hardly more than one request: of several at a time some are preempted.
@@ -124,7 +125,8 @@ class Client:
 async def serving(reference: Reference, num_stages: int, sizes: Sizes | None = None) -> AsyncIterator[Client]:
     async with local_pipeline(model_slices(reference.source, num_stages), "memory", sizes or Sizes()) as pipeline:
         listener = Listener(pipeline.engine)
-        app = create_app(listener, lambda: reference.tokenizer, ServeConfig(), Metrics(CollectorRegistry()))
+        metrics = Metrics(CollectorRegistry())
+        app = create_app(listener, lambda: reference.tokenizer, ServeConfig(), metrics, NO_EXPORTER)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://stagewire", timeout=60) as http:
             yield Client(http, listener, pipeline)
