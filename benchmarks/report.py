@@ -1,12 +1,15 @@
 """What every benchmark says of where it ran, and how it shows what it saw."""
 
+import importlib.metadata
 import json
+import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from orchestrator.machine import read_machine
 from stages.driver import Driver
 
 Row = Mapping[str, Any]
@@ -16,13 +19,35 @@ def environment() -> dict[str, str]:
     """Machine, versions and commit of this run."""
     driver = Driver()
     version = driver.version()
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], stdout=subprocess.PIPE, text=True, check=False)
-    import torch  # here: most of a benchmark needs none of it
-
     return {
         "machine": f"{driver.device_count()} x {driver.device_name(0)}, {platform.processor() or platform.machine()}",
         "cuda": f"driver {version // 1000}.{version % 1000 // 10}",
-        "torch": torch.__version__,
+        **_versions(),
+    }
+
+
+def cpu_environment() -> dict[str, str]:
+    """The same of a run without a GPU, with the load of the machine, which makes times worse."""
+    machine = read_machine()
+    features = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in cpu_flags()]
+    return {
+        "machine": f"{machine.num_usable_cpus} CPUs of {machine.cpu_model} ({', '.join(features) or 'no AVX2'})",
+        "load": f"{os.getloadavg()[0]:.1f}",
+        **_versions(),
+    }
+
+
+def cpu_flags() -> set[str]:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("flags"):
+            return set(line.split())
+    return set()
+
+
+def _versions() -> dict[str, str]:
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], stdout=subprocess.PIPE, text=True, check=False)
+    return {
+        "torch": importlib.metadata.version("torch"),
         "python": platform.python_version(),
         "commit": commit.stdout.strip() or "unknown",
     }
@@ -42,11 +67,11 @@ def show(title: str, rows: Sequence[Row]) -> None:
         print("| " + " | ".join(_shown(row.get(column, "")) for column in columns) + " |")
 
 
-def save(path: Path | None, name: str, rows: Sequence[Row]) -> None:
-    """Add a table to a JSON file, with the environment beside it."""
+def save(path: Path | None, name: str, rows: Sequence[Row], describe: Callable[[], dict[str, str]] = environment) -> None:
+    """Add a table to a JSON file, with the environment that ``describe`` gives beside it."""
     if path is None:
         return
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"environment": environment()}
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"environment": describe()}
     found[name] = list(rows)
     path.write_text(json.dumps(found, indent=1))
 
