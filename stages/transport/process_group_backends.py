@@ -25,7 +25,7 @@ distributed: Any = torch.distributed  # a build without a backend lacks its name
 
 Backend = Literal["gloo", "nccl"]
 FOREVER = timedelta(days=3650)  # only the engine declares a loss: neither backend may end a wait by its own clock
-ABORT_SECONDS = 5.0
+END_SECONDS = 5.0
 _LAPSE = timedelta(milliseconds=1)
 _LAPSE_TAG = 1 << 20  # behind those of slots
 
@@ -77,7 +77,7 @@ class Group(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """After the last use. Waits for no peer. May be called twice."""
+        """After the last use. May be called twice."""
 
 
 class GlooGroup(Group):
@@ -148,7 +148,7 @@ class NcclGroup(Group):
         self.rank, self.size = rank, size
         self._group: Any = distributed.ProcessGroupNCCL(store, rank, size, options)
         self._group.eager_connect_single_device(device)
-        self._aborting: threading.Thread | None = None
+        self._ending: threading.Thread | None = None
 
     def send(self, message: torch.Tensor, peer: int, tag: int) -> None:
         self._group.send([message], peer, tag).wait()  # no timeout: with one the host would wait, not the stream
@@ -165,25 +165,26 @@ class NcclGroup(Group):
         pass  # nothing blocks
 
     def break_waits(self) -> None:
-        if self._aborting is None:  # beside the loop: it may take a while
-            self._aborting = threading.Thread(target=self._abort, name="nccl-abort", daemon=True)
-            self._aborting.start()
-
-    def _abort(self) -> None:
-        try:
-            self._group.abort()
-        except RuntimeError as exc:
-            log.warning("NCCL: %s", reason_of(exc))
+        self._end("abort")
 
     def close(self) -> None:
-        # Not ``shutdown``, which may wait for peers: everything has run, or was broken.
-        self.break_waits()
-        assert self._aborting is not None
-        self._aborting.join(ABORT_SECONDS)
-        if self._aborting.is_alive():
-            log.warning("NCCL: a communicator was not aborted within %g s and is left behind", ABORT_SECONDS)
-        else:
-            self._group = None
+        self._end("shutdown")  # waits for peers to come so far, too; what waits for them was broken before
+        assert self._ending is not None
+        self._ending.join(END_SECONDS)
+        if self._ending.is_alive():
+            log.warning("NCCL: a communicator did not end within %g s and is left behind", END_SECONDS)
+
+    def _end(self, how: Literal["abort", "shutdown"]) -> None:
+        """Once, and beside the loop: it may take a while."""
+        if self._ending is None:
+            self._ending = threading.Thread(target=self._run, args=(how,), name=f"nccl-{how}", daemon=True)
+            self._ending.start()
+
+    def _run(self, how: str) -> None:
+        try:
+            getattr(self._group, how)()
+        except RuntimeError as exc:
+            log.warning("NCCL: %s: %s", how, reason_of(exc))
 
 
 def reason_of(exc: RuntimeError) -> str:

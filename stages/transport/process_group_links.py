@@ -96,6 +96,7 @@ class ProcessGroupLinks:
         self.sizes = sizes
         self.gpu = gpu
         self._num_users = 0
+        self._is_proven = False
         self.from_prev: GroupLink | None = None
         self.to_next: GroupLink | None = None
         self.tokens: list[GroupLink] = []  # the last rank's: one to each other rank; else one, from the last rank
@@ -190,6 +191,7 @@ class ProcessGroupLinks:
                 self._run_on_gpu(self.gpu, rounds, timeout_seconds)
             for group in self._groups:
                 group.set_timeout(FOREVER)
+            self._is_proven = True
         except RuntimeError as exc:
             raise TransportError(
                 f"rank {self.pp_group.rank}: a message of the probe did not arrive: {reason_of(exc)}"
@@ -233,7 +235,10 @@ class ProcessGroupLinks:
             self.close()
 
     def close(self) -> None:
-        """Let go of everything; waits for no peer. May be called twice."""
+        """Let go of everything. May be called twice. NCCL lets go once the peers do, for some seconds at most."""
+        if not self._is_proven:
+            for group in self._groups:
+                group.break_waits()
         while self._groups:
             self._groups.pop().close()
         self.from_prev = self.to_next = None

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -37,12 +36,13 @@ from stages.transport.process_group_backends import GlooGroup, distributed
 from stages.transport.process_group_links import GroupGpu, ProcessGroupLinks
 from stages.transport.ring import CONTROL_BYTES, Doorbell, Link, RingLayout
 from tests.emulated_cuda import the_emulation
+from tests.stages.transport.groups import EmulatedNccl, SpyGroup
 
 HOST_KINDS = ("memory", "shared_memory")
 INLINE = "copy_engine, inline"  # small messages are copied on the compute stream
 RING_KINDS = (*HOST_KINDS, "copy_engine", INLINE)
-ON_GPU = "gloo, as on a GPU"  # what NCCL runs, on emulated GPUs, with gloo in its place
-GROUP_KINDS = ("gloo", ON_GPU)
+EMULATED_NCCL = "nccl, emulated"
+GROUP_KINDS = ("gloo", EMULATED_NCCL)
 BUFFERING_KINDS = (*RING_KINDS, "gloo")
 """Those that take a message before the receiver asks for it."""
 KINDS = (*RING_KINDS, *GROUP_KINDS)
@@ -78,45 +78,6 @@ class SpyBell:
 
     def wait_for_sleeper(self) -> None:
         assert self._sleepers.acquire(timeout=DEADLINE_SECONDS), "nobody waits at this doorbell"
-
-
-@dataclass
-class SpyWork:
-    work: Any
-    spy: "SpyGroup"
-
-    def wait(self, timeout: timedelta) -> None:
-        with self.spy.waiting():
-            self.work.wait(timeout)
-
-
-class SpyGroup:
-    """In place of gloo's own group: tells for how long a thread has been waiting."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self._since: dict[int, float] = {}
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        self._since[threading.get_ident()] = time.monotonic()
-        try:
-            yield
-        finally:
-            del self._since[threading.get_ident()]
-
-    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> SpyWork:
-        return SpyWork(self._group.recv(tensors, peer, tag), self)
-
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> SpyWork:
-        return SpyWork(self._group.send(tensors, peer, tag), self)
-
-    def wait_for_sleeper(self) -> None:
-        """Gloo tells of nothing: what waits for longer than messages take waits for its peer."""
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while not any(time.monotonic() - since > 0.05 for since in list(self._since.values())):
-            assert time.monotonic() < deadline, "nobody waits in this group"
-            time.sleep(0.001)
 
 
 Links = RankLinks | DeviceLinks | ProcessGroupLinks
@@ -193,24 +154,25 @@ def group_links(kind: str, groups: Sequence[PPGroup], sizes: LinkSizes, start_se
     links: list[ProcessGroupLinks] = []
     for group in groups:
         gpu = None
-        if kind == ON_GPU:
+        if kind == EMULATED_NCCL:
             emulated = the_emulation()
             _devices.append(emulated.device(group.rank))
             gpu = GroupGpu(_devices[-1], torch.device("cpu"), Kernels(emulated.driver))
-        links.append(ProcessGroupLinks("gloo", group, sizes, gpu=gpu, start_seq=start_seq))
+        links.append(ProcessGroupLinks("nccl" if gpu else "gloo", group, sizes, gpu=gpu, start_seq=start_seq))
     exports = [each.exports() for each in links]
 
     def connect(each: ProcessGroupLinks) -> None:
         each.connect(exports)
         each.probe(DEADLINE_SECONDS)
 
-    with ThreadPoolExecutor(len(links)) as pool:
+    nccl = mock.patch.object(distributed, "ProcessGroupNCCL", EmulatedNccl, create=True)
+    with nccl, ThreadPoolExecutor(len(links)) as pool:
         for done in [pool.submit(connect, each) for each in links]:
             done.result()
     for each in links:
         for group in each._groups:
-            assert isinstance(group, GlooGroup)
-            group._group = SpyGroup(group._group)
+            if isinstance(group, GlooGroup):
+                group._group = SpyGroup(group._group)
     return links
 
 

@@ -21,9 +21,9 @@ from stages.transport.process_group_backends import GlooGroup, gloo_obstacle, nc
 from stages.transport.process_group_links import LOOPBACK, ProcessGroupLinks, address_for
 from tests.emulated_cuda import the_emulation
 from tests.stages.transport.harness import (
+    EMULATED_NCCL,
     GROUP_KINDS,
     HIDDEN,
-    ON_GPU,
     Rank,
     assert_same,
     links_for,
@@ -223,7 +223,7 @@ def offer(host_id: str) -> Offer:
 
 
 def test_a_device_finds_a_header_that_differs_and_tells_every_rank_behind_it() -> None:
-    with pipeline(ON_GPU, 3) as (first, middle, last):
+    with pipeline(EMULATED_NCCL, 3) as (first, middle, last):
         first.begin(8, 2)
         middle.begin(7, 2)
         last.begin(7, 2)
@@ -248,7 +248,7 @@ def test_a_device_finds_a_wrong_size_before_it_waits_for_the_rest(
     monkeypatch: pytest.MonkeyPatch, sent: int, expected: int
 ) -> None:
     monkeypatch.setattr(process_group_gpu, "HEAD_BYTES", 144)  # a header and two rows and a half
-    with pipeline(ON_GPU, 2) as (first, last):
+    with pipeline(EMULATED_NCCL, 2) as (first, last):
         first.begin(7, sent)
         last.begin(7, expected)
         first.send(tensors_of(HIDDEN, 7, sent))
@@ -258,7 +258,7 @@ def test_a_device_finds_a_wrong_size_before_it_waits_for_the_rest(
 
 def test_large_messages_come_in_two_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_group_gpu, "HEAD_BYTES", 144)
-    with pipeline(ON_GPU, 2) as (first, last):
+    with pipeline(EMULATED_NCCL, 2) as (first, last):
         for step_id in range(100):
             for rank in (first, last):
                 rank.begin(step_id, num_rows(step_id))
@@ -270,7 +270,7 @@ def test_large_messages_come_in_two_pieces(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_on_a_gpu_a_slot_must_be_released_before_it_is_received_into_again() -> None:
-    with pipeline(ON_GPU, 2, ring_slots=2) as (first, last):
+    with pipeline(EMULATED_NCCL, 2, ring_slots=2) as (first, last):
         for step_id in range(2):
             for rank in (first, last):
                 rank.begin(step_id)
@@ -282,7 +282,7 @@ def test_on_a_gpu_a_slot_must_be_released_before_it_is_received_into_again() -> 
 
 
 def test_on_a_gpu_nothing_is_enqueued_while_a_graph_is_captured() -> None:
-    with pipeline(ON_GPU, 2) as (first, _):
+    with pipeline(EMULATED_NCCL, 2) as (first, _):
         first.begin(0)
         handle = first.compute.handle  # pyright: ignore[reportAttributeAccessIssue]
         the_emulation().set_capturing(handle, is_capturing=True)
@@ -299,7 +299,7 @@ def test_a_stage_whose_token_receives_wait_on_the_device_sends_first() -> None:
     """One order of operations on all ranks: the hidden states of a step along the pipeline, then its tokens."""
     from stages.stage import Stage
 
-    with pipeline(ON_GPU, 3) as ranks:
+    with pipeline(EMULATED_NCCL, 3) as ranks:
         orders = []
         for rank in ranks:
             parts: dict[str, Any] = {"runner": None, "sampler": None, "outputs": None, "slots": None, "boundary": HIDDEN[0]}
