@@ -11,6 +11,9 @@ import pytest
 import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from metrics.catalog import Metrics
 from orchestrator import __version__
@@ -26,6 +29,7 @@ from tests.orchestrator.small_tokenizer import write_tokenizer
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "Hi"}]
+NOWHERE = ("127.0.0.1", 9)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +45,10 @@ class Server:
         self.tokenizer: Tokenizer | None = tokenizer
         self.metrics = Metrics(CollectorRegistry())
         self.config = ServeConfig(max_body_bytes=16384)
-        self.app: Starlette = create_app(self.engine, lambda: self.tokenizer, self.config, self.metrics)
+        self.app = self.create_app(NOWHERE)
+
+    def create_app(self, exporter: tuple[str, int]) -> Starlette:
+        return create_app(self.engine, lambda: self.tokenizer, self.config, self.metrics, exporter)
 
     def will_say(self, text: str, reason: FinishReason | None = FinishReason.LENGTH) -> None:
         assert self.tokenizer is not None
@@ -66,27 +73,38 @@ def server(tokenizer: Tokenizer) -> Server:
     return Server(tokenizer)
 
 
+def asgi_client(app: Starlette) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://stagewire")
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Starlette) -> AsyncIterator[tuple[str, int]]:
+    """Through uvicorn and a socket, whose address is given."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=2)
+    uvicorn_server = uvicorn.Server(config)
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(uvicorn_server._serve([listener]), name="uvicorn")
+        yield listener.getsockname()
+        uvicorn_server.should_exit = True
+        await task
+    listener.close()
+
+
 @pytest.fixture
 async def client(server: Server) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(server.app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://stagewire") as client:
+    async with asgi_client(server.app) as client:
         yield client
 
 
 @pytest.fixture
 async def real_client(server: Server) -> AsyncIterator[httpx.AsyncClient]:
-    """Through uvicorn and a socket."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(server.app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=2)
-    uvicorn_server = uvicorn.Server(config)
-    port = listener.getsockname()[1]
-    async with asyncio.TaskGroup() as group:
-        serving = group.create_task(uvicorn_server._serve([listener]), name="uvicorn")
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
-            yield client
-        uvicorn_server.should_exit = True
-        await serving
-    listener.close()
+    async with (
+        serving(server.app) as (host, port),
+        httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=20) as client,
+    ):
+        yield client
 
 
 def body(route: str, **fields: Any) -> dict[str, Any]:
@@ -169,8 +187,7 @@ class TestWholeAnswers:
         self, server: Server, client: httpx.AsyncClient, tokenizer: Tokenizer
     ) -> None:
         server.config = ServeConfig()
-        server.app = create_app(server.engine, lambda: tokenizer, server.config, Metrics(CollectorRegistry()))
-        transport = httpx.ASGITransport(server.app)
+        transport = httpx.ASGITransport(server.create_app(NOWHERE))
         async with httpx.AsyncClient(transport=transport, base_url="http://stagewire") as client:
             for route, text in ((COMPLETIONS, "word " * 3000), (CHAT, "word " * 3000)):
                 fields = {"prompt": text} if route == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
@@ -575,20 +592,28 @@ class TestProbes:
         assert (await client.get("/v1/models/small")).json() == card
         assert_error(await client.get("/v1/models/or/g"), 404, "model_not_found")
 
-    async def test_metrics(self, server: Server, client: httpx.AsyncClient) -> None:
-        server.engine.num_running, server.engine.num_waiting = 3, 5
-        response = await client.get("/metrics")
-        assert response.headers["content-type"].startswith("text/plain; version=")
-        assert "stagewire_requests_running 3.0" in response.text
-        assert "stagewire_requests_waiting 5.0" in response.text
-        assert (await client.head("/metrics")).status_code == 200
+    async def test_metrics_are_the_exporter_s(self, server: Server) -> None:
+        asked: list[tuple[str, str | None]] = []
 
-    @pytest.mark.parametrize("version", ["1.0.0", "9.9", "abc", "1.x", ""])
-    async def test_metrics_for_any_accept_header(self, client: httpx.AsyncClient, version: str) -> None:
-        accept = f"application/openmetrics-text; version={version}"
-        response = await client.get("/metrics", headers={"accept": accept})
-        assert response.status_code == 200
-        assert "stagewire_requests_running" in response.text
+        async def answer(request: Request) -> Response:
+            asked.append((request.method, request.headers.get("accept")))
+            return Response("a_metric 1\n", headers={"content-type": "text/plain; version=7", "x-other": "1"})
+
+        app = Starlette(routes=[Route("/metrics", answer)])
+        async with serving(app) as exporter, asgi_client(server.create_app(exporter)) as client:
+            for accept in ("application/openmetrics-text; version=1.0.0", "abc"):
+                response = await client.get("/metrics", headers={"accept": accept})
+                assert (response.status_code, response.text) == (200, "a_metric 1\n")
+                assert response.headers["content-type"] == "text/plain; version=7"
+                assert "x-other" not in response.headers
+                assert asked.pop() == ("GET", accept)
+            assert (await client.head("/metrics")).status_code == 200
+
+    async def test_metrics_without_an_exporter(self, client: httpx.AsyncClient) -> None:
+        response = await client.get("/metrics")
+        message = assert_error(response, 503, "exporter_unavailable")
+        assert "127.0.0.1:9 does not answer" in message
+        assert response.headers["retry-after"] == "1"
 
     async def test_counts_and_latencies(self, server: Server, client: httpx.AsyncClient) -> None:
         server.engine.script = chunks([5, 6, 7])
@@ -655,6 +680,6 @@ class TestOverASocket:
         server.will_say("x")
         for _ in range(3):
             assert (await real_client.post(COMPLETIONS, json=body(COMPLETIONS))).status_code == 200
-        response = await real_client.head("/metrics")
+        response = await real_client.head("/health")
         assert response.status_code == 200
         assert response.content == b""
