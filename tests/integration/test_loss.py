@@ -11,6 +11,7 @@ import pytest
 
 from tests.stages.transport.harness import no_leaks  # noqa: F401  every test here checks for leaks
 
+pytestmark = pytest.mark.alone
 TRANSPORTS = ["shared_memory", "gloo", "copy_engine"]  # the copy engine of emulated GPUs
 KILLED = -signal.SIGKILL
 

@@ -19,6 +19,7 @@ from tests.served_engine import Sizes
 from tests.toy_model import toy_slices, toy_tokens
 from tests.toy_scenarios import check_aborts_and_preemptions, check_overlap
 
+pytestmark = pytest.mark.alone
 LOOPS = ("uvloop",)
 TRANSPORTS = ["memory", "shared_memory"]
 

@@ -50,19 +50,13 @@ MATRIX = [
     *itertools.starmap(Case, itertools.product((1, 2, 3, 4), TRANSPORTS, (1, 16), (16, 512))),
 ]
 DEEP = list(itertools.starmap(Case, itertools.product((30,), ("memory",), (1, 16), (16, 512))))
-# Every pair of values of any two of the four factors is in one of these.
-PAIRWISE = [
-    Case(1, "memory", 1, 16),
-    Case(1, "shared_memory", 16, 512),
-    Case(2, "memory", 16, 512),
+# Every value of the four factors is in one of these. The tiny model goes through the whole matrix.
+SOME = [
+    Case(1, "memory", 16, 512),
     Case(2, "shared_memory", 1, 16),
-    Case(3, "memory", 16, 16),
-    Case(3, "shared_memory", 1, 512),
-    Case(4, "memory", 1, 512),
+    Case(3, "gloo", 1, 512),
     Case(4, "shared_memory", 16, 16),
 ]
-GLOO = [Case(2, "gloo", 16, 16), Case(3, "gloo", 1, 512)]
-"""Its messages are made as those of the rings are: two cases show what is its own."""
 GLOO_IN_FULL = [*itertools.starmap(Case, itertools.product((2, 3), ("gloo",), (1, 16), (16, 512)))]
 
 
@@ -181,13 +175,13 @@ async def test_a_tiny_model(tiny: ModelSource, tiny_prompts: list[list[int]], ti
     await check_case(tiny, case, tiny_prompts, tiny_wanted)
 
 
-@pytest.mark.parametrize("case", DEEP[1:3], ids=str)
+@pytest.mark.parametrize("case", DEEP[2:3], ids=str)
 async def test_a_deep_model(deep: ModelSource, tiny_prompts: list[list[int]], deep_wanted: list[list[int]], case: Case) -> None:
     await check_case(deep, case, tiny_prompts, deep_wanted)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", [DEEP[0], DEEP[3]], ids=str)
+@pytest.mark.parametrize("case", [*DEEP[:2], *DEEP[3:]], ids=str)
 async def test_a_deep_model_in_full(
     deep: ModelSource, tiny_prompts: list[list[int]], deep_wanted: list[list[int]], case: Case
 ) -> None:
@@ -254,7 +248,7 @@ def smollm2_wanted(smollm2: ModelSource, smollm2_prompts: list[list[int]]) -> li
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", [*PAIRWISE, *GLOO], ids=str)
+@pytest.mark.parametrize("case", SOME, ids=str)
 async def test_smollm2(
     smollm2: ModelSource, smollm2_prompts: list[list[int]], smollm2_wanted: list[list[int]], case: Case
 ) -> None:

@@ -18,6 +18,7 @@ from orchestrator.tokenizer import Tokenizer
 from stages.model.source import ModelSource
 from tests.integration.worker import Worker, free_port, named_leftovers, run_to_end
 
+pytestmark = pytest.mark.alone
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 
 
