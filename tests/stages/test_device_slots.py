@@ -215,6 +215,8 @@ class Boundary:
 class TokenReturn:
     """A handler whose messages come one by one, as ``gate`` is opened."""
 
+    receives_after_sending = False
+
     def __init__(self, gpu: Gpu, messages: list[Tokens]) -> None:
         self.stream = gpu.tokens
         self.gate = gpu.gate

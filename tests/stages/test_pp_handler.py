@@ -8,7 +8,16 @@ import torch
 
 from stages.errors import HeaderMismatch, TransportError
 from stages.pp_handler import SampledTokens
-from tests.stages.transport.harness import KINDS, MAX_REQS, MAX_SAMPLE_LEN, no_leaks, pipeline, reach, wait_for_sleeper
+from tests.stages.transport.harness import (
+    EMULATED_NCCL,
+    KINDS,
+    MAX_REQS,
+    MAX_SAMPLE_LEN,
+    no_leaks,
+    pipeline,
+    reach,
+    wait_for_sleeper,
+)
 
 __all__ = ["no_leaks"]  # every test here checks for leaks
 
@@ -138,8 +147,9 @@ def test_steps_run_ahead_by_the_token_ring_s_slots(kind: str) -> None:
         for step_id in range(5):
             last.handler.begin_step(step_id)
             sent.append(last.handler.maybe_broadcast_sampled_tokens(torch.tensor([[step_id]]), int32(1), int32(0)))
-        reach(sent[2])
-        wait_for_sleeper(last, "tokens")
+        if kind != EMULATED_NCCL:  # NCCL's stand-in holds nothing for a receiver that has not come
+            reach(sent[2])
+            wait_for_sleeper(last, "tokens")
         assert not sent[3].is_reached()
         for rank in (first, middle):
             for step_id in range(5):
