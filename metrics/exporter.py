@@ -94,6 +94,7 @@ class Exporter:
             encode, content_type = choose_encoder(request.headers.get("accept", ""))
         except (TypeError, ValueError):  # it reads a version that is no number as one
             encode, content_type = choose_encoder("")
+        self._view.fold()
         return Response(encode(self._registry), headers={"content-type": content_type})
 
     async def trace(self, request: Request) -> Response:

@@ -4,8 +4,9 @@ A ledger is a memory file (memfd): it has no name that could be left behind, it 
 can be read when its writer hangs or is dead. A restarted rank is handed the same one and counts on.
 
 One thread of one process writes, by plain stores of aligned 64-bit words: no lock, no allocation, no system call. A reader may
-see an observation half written, its bucket without its sum; what would do harm so is told by construction: a span carries its
-number twice, the states' times add up to the time that passed whatever was stored, the infos have a version.
+see an observation half written, its bucket without its sum; what would do harm so is told by construction: a step's record
+carries its number twice, the infos have a version. A rank stores little more than a record of each step; the counters that
+follow from it are added up, in the same memory, by whoever shows them (``metrics.fold``).
 
 Times are ``time.perf_counter_ns()``, which on Linux is the same clock in all processes of a host.
 """
@@ -21,9 +22,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from metrics.catalog import STAGE_STATE, STATES, Kind, Metric, Place, Writer
+from metrics.catalog import Kind, Metric, Place, Writer
 from metrics.layout import (
-    DOING_WORD,
     HEADER_WORDS,
     INFO_BYTES,
     INFO_LENGTH_WORD,
@@ -31,25 +31,16 @@ from metrics.layout import (
     LAYOUT_WORD,
     MAGIC,
     MAGIC_WORD,
-    NO_STEP,
     NUM_PROCESSES_WORD,
-    NUM_SPANS,
-    NUM_SPANS_WORD,
-    OPERATIONS,
     PROCESS_START_WORD,
     PROCESS_WORD,
     RANK_WORD,
-    SPAN_KINDS,
-    SPAN_WORDS,
-    STATE_WORD,
-    STATES_SINCE_WORD,
     WALL_OFFSET_WORD,
     WORD_BYTES,
     WORLD_SIZE_WORD,
     WRITER_WORD,
     WRITERS,
     Layout,
-    SpanKind,
     scaled_buckets,
 )
 
@@ -95,9 +86,6 @@ def _lay_out(fd: int, layout: Layout) -> None:
     header[WRITER_WORD] = WRITERS.index(place.writer)
     header[RANK_WORD] = place.rank
     header[WORLD_SIZE_WORD] = place.world_size
-    header[STATE_WORD] = -1
-    for operation in range(len(OPERATIONS)):
-        header[DOING_WORD + 2 * operation] = NO_STEP
     header[MAGIC_WORD] = MAGIC
     os.ftruncate(fd, layout.num_bytes)
     os.pwrite(fd, struct.pack(f"<{HEADER_WORDS}q", *header), 0)
@@ -186,9 +174,6 @@ class Histogram:
         words[self._sum] += value
 
 
-_pack_span = struct.Struct("<7q").pack_into
-
-
 class LedgerWriter:
     """A process's hold of the ledger it writes: one at a time, from one thread. Takes ``fd`` over.
 
@@ -198,12 +183,11 @@ class LedgerWriter:
     def __init__(self, fd: int) -> None:
         try:
             self.layout = Layout(place_of(fd))
-            self._map = mmap.mmap(fd, self.layout.num_bytes)
+            self.memory = mmap.mmap(fd, self.layout.num_bytes)
         finally:
             os.close(fd)
         self.place = self.layout.place
-        self.words: Words = memoryview(self._map).cast("q")
-        self._spans_byte = self.layout.spans_word * WORD_BYTES
+        self.words: Words = memoryview(self.memory).cast("q")
         self._infos: dict[str, Mapping[str, str]] = {}
         self._attach()
 
@@ -213,17 +197,17 @@ class LedgerWriter:
         words[PROCESS_WORD] = os.getpid()
         words[NUM_PROCESSES_WORD] += 1
         words[WALL_OFFSET_WORD] = time.time_ns() - now
-        for operation in range(len(OPERATIONS)):  # of a process before this one
-            words[DOING_WORD + 2 * operation] = NO_STEP
         for series in self.layout.series.values():
             if series.metric.kind is Kind.GAUGE:
                 words[series.first] = 0
         words[INFO_LENGTH_WORD] = 0
         if words[INFO_VERSION_WORD] % 2:
             words[INFO_VERSION_WORD] += 1
-        if self.place.writer is Writer.RANK:
-            words[STATES_SINCE_WORD] = now - sum(words[i] for i in self.state_words())
-            words[STATE_WORD] = STATES.index("idle")
+
+    def close(self) -> None:
+        """Let go of it; nothing may be written through it any more."""
+        self.words.release()
+        self.memory.close()
 
     @property
     def num_processes(self) -> int:
@@ -249,31 +233,6 @@ class LedgerWriter:
             raise ValueError(f"{metric.name}: all infos together take {len(text)} bytes, the most are {INFO_BYTES}")
         words, offset = self.words, self.layout.info_offset
         words[INFO_VERSION_WORD] += 1
-        self._map[offset : offset + len(text)] = text
+        self.memory[offset : offset + len(text)] = text
         words[INFO_LENGTH_WORD] = len(text)
         words[INFO_VERSION_WORD] += 1
-
-    def state_words(self) -> list[int]:
-        """The word of each of ``STATES``, nanoseconds."""
-        return [self.layout.find(STAGE_STATE, (state,)).first for state in STATES]
-
-    def begin_operation(self, kind: SpanKind, step_id: int, since_ns: int) -> None:
-        """What an operation's stream does now; ``NO_STEP`` for nothing."""
-        index = DOING_WORD + 2 * OPERATIONS.index(kind)
-        self.words[index + 1] = since_ns
-        self.words[index] = step_id
-
-    def add_span(self, kind: int, step_id: int, peer: int, start_ns: int, end_ns: int, size: int = 0) -> None:
-        """A span that has ended; ``kind`` is its index in ``SPAN_KINDS``, ``size`` as in ``metrics.reader.Span``."""
-        words = self.words
-        number = words[NUM_SPANS_WORD]
-        entry = number % NUM_SPANS * SPAN_WORDS
-        first = self.layout.spans_word + entry
-        words[first] = 0  # what is read from here on is not taken for a span
-        _pack_span(
-            self._map, self._spans_byte + (entry + 1) * WORD_BYTES, step_id, kind, peer, start_ns, end_ns, size, number + 1
-        )
-        words[first] = words[NUM_SPANS_WORD] = number + 1
-
-
-SPAN_KIND_INDEX: Mapping[SpanKind, int] = {kind: index for index, kind in enumerate(SPAN_KINDS)}

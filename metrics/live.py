@@ -21,6 +21,7 @@ from metrics.catalog import (
     Metric,
     Writer,
 )
+from metrics.fold import Folder
 from metrics.layout import NO_PEER, NO_STEP, SPAN_KINDS, SpanKind
 from metrics.processes import process_status
 from metrics.reader import LedgerReader
@@ -56,11 +57,8 @@ class RankView:
         return self._died_at_ns or self.heard_at_ns()
 
     def heard_at_ns(self) -> int:
-        """The newest time that it wrote; 0 when it never did."""
-        state = self.reader.state()
-        times = [each.since_ns for each in self.reader.doing()]
-        times += [span.end_ns for span in self.reader.spans(most=1)]
-        return max([0 if state is None else state.since_ns, *times], default=0)
+        """When it last told of anything; 0 when it never did."""
+        return self.reader.heard_at_ns()
 
     def ongoing(self) -> list[Ongoing]:
         """What each of its streams is at; of compute also what it waits for."""
@@ -129,6 +127,7 @@ class PipelineView:
     def __init__(self, readers: Sequence[LedgerReader]) -> None:
         ranks = [reader for reader in readers if reader.place.writer is Writer.RANK]
         self.ranks = [RankView(reader) for reader in sorted(ranks, key=lambda reader: reader.place.rank)]
+        self._folders = [Folder(reader) for reader in ranks]
         self._engine = next((reader for reader in readers if reader.place.writer is Writer.ENGINE), None)
         self._samples: deque[_Sample] = deque(maxlen=NUM_SAMPLES)
 
@@ -136,6 +135,7 @@ class PipelineView:
         now_ns = time.perf_counter_ns()
         for view in self.ranks:
             view.look(now_ns)
+        self.fold()
         values = {} if self._engine is None else self._engine.samples()
         self._samples.append(
             _Sample(
@@ -144,6 +144,11 @@ class PipelineView:
                 [values[metric.name][()] if metric.name in values else 0.0 for metric in _ENGINE_SAMPLES],
             )
         )
+
+    def fold(self) -> None:
+        """Have the counters say what the ranks have recorded up to now."""
+        for folder in self._folders:
+            folder.fold()
 
     def page_data(self, since_ns: int) -> dict[str, Any]:
         """What the page asks for again and again: ``since_ns`` is the time of the last sample that it has."""

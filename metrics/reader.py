@@ -11,8 +11,9 @@
     reader.spans(since_ns, most)                  the spans that ended since then, oldest first
 
 Values are in the metric's own unit (seconds where it is named so); times of spans, states and operations are of
-``perf_counter_ns``, to which ``wall_offset_ns`` is added for Unix time. Counters of a dead rank stay as they were; those of
-states go on while its process lives, also when it is stopped or hangs: the time since is added to the present state's.
+``perf_counter_ns``, to which ``wall_offset_ns`` is added for Unix time. What follows from a rank's steps is there once somebody
+has folded its records (``metrics.fold``). Counters of a dead rank stay as they were; those of states go on while its process
+lives, also when it is stopped or hangs: the time since is added to the present state's.
 
 A reader reads only; any number of them may read a ledger. Nothing here waits or raises for what the writer does meanwhile.
 """
@@ -28,20 +29,22 @@ from typing import NamedTuple, cast
 
 from metrics.catalog import STAGE_STATE, STATES, Kind, LabelValues, Place, Writer
 from metrics.layout import (
-    DOING_WORD,
     INFO_LENGTH_WORD,
     INFO_VERSION_WORD,
-    NO_STEP,
+    LANES_WORD,
+    LAST_STEP_WORD,
+    NEEDED_STEP_WORD,
+    NUM_BEGUN_WORD,
+    NUM_ENDED_WORD,
     NUM_PROCESSES_WORD,
-    NUM_SPANS,
-    NUM_SPANS_WORD,
-    OPERATIONS,
+    NUM_RECORDS,
+    NUM_RECORDS_WORD,
     PROCESS_START_WORD,
     PROCESS_WORD,
-    SPAN_KINDS,
-    SPAN_WORDS,
-    STATE_WORD,
-    STATES_SINCE_WORD,
+    RECORD_WORDS,
+    ROW_BYTES_WORD,
+    SINCE_WORD,
+    UNTIL_WORD,
     WALL_OFFSET_WORD,
     WORD_BYTES,
     Layout,
@@ -49,6 +52,7 @@ from metrics.layout import (
     SpanKind,
 )
 from metrics.ledger import place_of, process_start
+from metrics.steps import ATTACHED, FORWARD, NUM_LANES, RECV, SEND, TOKENS, Clock, Span, StepRecord, account, spans_of
 
 _NANO = 1e-9
 _NUM_TRIES = 3  # to read infos that are being written: that takes microseconds, and a stopped writer must not stop us
@@ -79,17 +83,6 @@ class Doing(NamedTuple):
     since_ns: int
 
 
-class Span(NamedTuple):
-    """``peer`` is the rank at the other end, -1 for none or all. ``size``: tokens of a forward, bytes of a transfer, else 0."""
-
-    step_id: int
-    kind: SpanKind
-    peer: int
-    start_ns: int
-    end_ns: int
-    size: int = 0
-
-
 class HistogramValue(NamedTuple):
     """``counts`` of observations up to each bucket's bound, cumulative, the last of all observations; and their sum."""
 
@@ -105,14 +98,29 @@ class LedgerReader:
         try:
             self.layout = Layout(place_of(fd))
             self._map = mmap.mmap(fd, self.layout.num_bytes, prot=mmap.PROT_READ)
-        finally:
+        except BaseException:
             os.close(fd)
+            raise
+        self._fd = fd
         self._words = memoryview(self._map).cast("q")
         self._highest: dict[str, int] = {}
 
     def close(self) -> None:
         self._words.release()
         self._map.close()
+        os.close(self._fd)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    @property
+    def words(self) -> memoryview:
+        """All of it, in signed 64-bit words."""
+        return self._words
+
+    @property
+    def memory(self) -> mmap.mmap:
+        return self._map
 
     @property
     def place(self) -> Place:
@@ -179,77 +187,131 @@ class LedgerReader:
 
     def state(self) -> State | None:
         """None before any process wrote."""
-        index = self._words[STATE_WORD]
-        if index < 0:
+        words = self._words
+        if words[NUM_PROCESSES_WORD] == 0:
             return None
-        times = self._written_state_times()
-        return State(STATES[index], self._words[STATES_SINCE_WORD] + sum(times.values()))
+        return State(self._present_state(), max(words[UNTIL_WORD], words[SINCE_WORD + FORWARD]))
+
+    def _present_state(self) -> str:
+        """What the compute stream is at, from how many steps each lane has ended."""
+        words = self._words
+        if not words[LANES_WORD]:
+            return "idle"
+        begun = words[NUM_BEGUN_WORD]
+        is_first = self.place.rank == 0
+        if begun > words[NUM_ENDED_WORD + FORWARD]:
+            if self._has(RECV) and words[NUM_ENDED_WORD + RECV] <= words[NUM_ENDED_WORD + FORWARD]:
+                return "wait_input"
+            if self._is_pending(TOKENS) and self._oldest_step(TOKENS) <= words[NEEDED_STEP_WORD]:
+                return "wait_token"
+            return "compute"
+        if self._is_pending(TOKENS) and self.place.rank != self.place.world_size - 1:
+            return "wait_token" if is_first else "wait_input"
+        return "idle"
+
+    def _has(self, lane: int) -> bool:
+        return bool(self._words[LANES_WORD] >> lane & 1)
+
+    def _is_pending(self, lane: int) -> bool:
+        return self._has(lane) and self._words[NUM_BEGUN_WORD] > self._words[NUM_ENDED_WORD + lane]
+
+    def _oldest_step(self, lane: int) -> int:
+        """The step that a lane with something to do is at; steps are numbered one after another."""
+        words = self._words
+        return words[LAST_STEP_WORD] - (words[NUM_BEGUN_WORD] - words[NUM_ENDED_WORD + lane] - 1)
+
+    def heard_at_ns(self) -> int:
+        """When the rank last told of anything that ended or began; 0 when it never did."""
+        return max(self._words[UNTIL_WORD], *self._words[SINCE_WORD : SINCE_WORD + NUM_LANES])
 
     def state_times(self) -> dict[str, int]:
-        """Nanoseconds spent in each state up to now. They never go down, though the end of a state is heard of late."""
-        index, times = self._words[STATE_WORD], self._written_state_times()
-        if index >= 0 and self.is_alive():
-            # The states' times add up to what has passed: whatever of it is not yet written is the present state's.
-            passed = time.perf_counter_ns() - self._words[STATES_SINCE_WORD]
-            times[STATES[index]] += max(passed - sum(times.values()), 0)
+        """Nanoseconds spent in each state up to now, for as far as the records are folded. They never go down, though the end
+        of a state is heard of late."""
+        times = {state: self._words[self.layout.find(STAGE_STATE, (state,)).first] for state in STATES}
+        until_ns = self._words[UNTIL_WORD]
+        if until_ns and self.is_alive():
+            times[self._present_state()] += max(time.perf_counter_ns() - until_ns, 0)
         for state, ns in times.items():
             self._highest[state] = times[state] = max(ns, self._highest.get(state, 0))
         return times
 
-    def _written_state_times(self) -> dict[str, int]:
-        return {state: self._words[self.layout.find(STAGE_STATE, (state,)).first] for state in STATES}
-
     def doing(self) -> list[Doing]:
         """Of a dead rank: what it was doing when it died."""
-        found: list[Doing] = []
-        for i, kind in enumerate(OPERATIONS):
-            step_id, since_ns = self._words[DOING_WORD + 2 * i], self._words[DOING_WORD + 2 * i + 1]
-            if step_id != NO_STEP:
-                found.append(Doing(kind, step_id, since_ns))
-        return found
+        rank, last = self.place.rank, self.place.world_size - 1
+        kinds: dict[int, SpanKind] = {RECV: "recv", FORWARD: "forward", SEND: "send"}
+        kinds[TOKENS] = "token_broadcast" if rank == last else "token_receive"
+        return [
+            Doing(kind, self._oldest_step(lane), self._words[SINCE_WORD + lane])
+            for lane, kind in kinds.items()
+            if self._is_pending(lane)
+        ]
 
     # ---- the last seconds -------------------------------------------------------------------------------------------
 
-    def spans(self, since_ns: int = 0, most: int = NUM_SPANS) -> list[Span]:
-        """The spans that ended at ``since_ns`` or later, in the order in which they were written: the newest ``most`` of those
-        that are still kept."""
-        found: list[Span] = []
-        num_older = 0
-        end = self._words[NUM_SPANS_WORD]
-        oldest = max(0, end - NUM_SPANS)
-        # From the newest on, some at a time, so that a short time asks for few. Spans are written as they are heard of, which
-        # is not quite in the order of their ends: what ended long before is not looked for any further.
-        while end > oldest and num_older <= _OUT_OF_ORDER:
-            first = max(oldest, end - _SPANS_AT_ONCE, (end - 1) // NUM_SPANS * NUM_SPANS)  # up to where the ring begins anew
-            for step_id, kind, peer, start_ns, end_ns, size in reversed(self._copy_spans(first, end)):
-                if end_ns < since_ns:
-                    num_older += 1
-                    continue
-                if len(found) == most:
-                    return found[::-1]
-                found.append(Span(step_id, SPAN_KINDS[kind], peer, start_ns, end_ns, size))
+    def spans(self, since_ns: int = 0, most: int = 6 * NUM_RECORDS) -> list[Span]:
+        """The spans that ended at ``since_ns`` or later, step by step: the newest ``most`` of those that are still kept."""
+        words = self._words
+        end = words[NUM_RECORDS_WORD]
+        oldest = max(0, end - NUM_RECORDS)
+        records: list[StepRecord] = []
+        num_spans = 0
+        # From the newest on, some at a time, so that a short time asks for few; and one more, for where its next one begins.
+        while end > oldest and num_spans <= most:
+            first = max(oldest, end - min(_RECORDS_AT_ONCE, most // 3 + 2), (end - 1) // NUM_RECORDS * NUM_RECORDS)
+            _, found = copy_records(self, first, end)
+            records[:0] = found
+            num_spans += 4 * len(found)
             end = first
-        return found[::-1]
-
-    def _copy_spans(self, first: int, end: int) -> list[tuple[int, ...]]:
-        """Of the spans numbered first + 1 to end, which lie one after another, those that are whole."""
-        words, base = self._words, self.layout.spans_word
-        offset = (base + first % NUM_SPANS * SPAN_WORDS) * WORD_BYTES
-        copied = self._map[offset : offset + (end - first) * SPAN_WORDS * WORD_BYTES]
-        # What may have been written over meanwhile: all that made room for what is there now, and the one that makes room next
-        # if that has begun.
-        lost = words[NUM_SPANS_WORD] - NUM_SPANS + 1
-        if lost > 0 and words[base + (lost - 1) % NUM_SPANS * SPAN_WORDS] == lost:
-            lost -= 1
-        found: list[tuple[int, ...]] = []
-        for number, (before, step_id, kind, peer, start_ns, end_ns, size, after) in enumerate(
-            _SPAN.iter_unpack(copied), first + 1
-        ):
-            if before == after == number > lost:
-                found.append((step_id, kind, peer, start_ns, end_ns, size))
-        return found
+            if found and _end_of(found[0]) < since_ns:
+                break
+        is_first, is_last = self.place.rank == 0, self.place.rank == self.place.world_size - 1
+        spans: list[Span] = []
+        clock: Clock | None = None
+        for record in records:
+            if record.step_id == ATTACHED:
+                clock = Clock(record.begun_ns, record.begun_ns)
+                continue
+            clock = clock or Clock(record.begun_ns, record.begun_ns)
+            stretches, clock = account(record, clock, is_first=is_first, is_last=is_last)
+            if _end_of(record) >= since_ns:
+                found = spans_of(
+                    record, stretches, words[ROW_BYTES_WORD], rank=self.place.rank, world_size=self.place.world_size
+                )
+                spans += [span for span in found if span.end_ns >= since_ns]
+        return spans[-most:] if most else []
 
 
-_SPAN = struct.Struct(f"<{SPAN_WORDS}q")
-_SPANS_AT_ONCE = 1024
-_OUT_OF_ORDER = 256  # spans by which one may be written late: more than are in flight on any rank
+def _end_of(record: StepRecord) -> int:
+    return max(record.forward_ended_ns, record.send_ended_ns, record.tokens_ended_ns, record.begun_ns)
+
+
+def copy_records(reader: LedgerReader, first: int, end: int | None = None) -> tuple[int, list[StepRecord]]:
+    """The records numbered ``first + 1`` to ``end`` (by default a good many, to the newest), and the number before the first.
+
+    Those that are not there any more, at the beginning, are left out.
+    """
+    words, base, memory = reader.words, reader.layout.records_word, reader.memory
+    newest = words[NUM_RECORDS_WORD]
+    first = max(first, newest - NUM_RECORDS)
+    ring_end = (first // NUM_RECORDS + 1) * NUM_RECORDS  # where the ring begins anew
+    end = min(newest if end is None else end, ring_end, first + _RECORDS_AT_ONCE)
+    if end <= first:
+        return first, []
+    offset = (base + first % NUM_RECORDS * RECORD_WORDS) * WORD_BYTES
+    copied = memory[offset : offset + (end - first) * RECORD_WORDS * WORD_BYTES]
+    # What may have been written over meanwhile: all that made room for what is there now, and the one that makes room next
+    # if that has begun.
+    lost = words[NUM_RECORDS_WORD] - NUM_RECORDS + 1
+    if lost > 0 and words[base + (lost - 1) % NUM_RECORDS * RECORD_WORDS] == lost:
+        lost -= 1
+    found: list[StepRecord] = []
+    for number, (before, *fields, after) in enumerate(_RECORD.iter_unpack(copied), first + 1):
+        if before == after == number > lost:
+            found.append(StepRecord(*fields))
+        elif not found:
+            first = number
+    return first, found
+
+
+_RECORD = struct.Struct(f"<{RECORD_WORDS}q")
+_RECORDS_AT_ONCE = 1024

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from metrics.layout import NO_PEER, NO_STEP, OPERATIONS, SPAN_KINDS, SpanKind
-from metrics.reader import Span
+from metrics.steps import Span
 
 _STREAMS = {"recv": "receive", "forward": "compute", "send": "send"} | {
     "token_broadcast": "token broadcast",

@@ -117,21 +117,23 @@ class Launcher:
         groups: Sequence[Sequence[int]],
         argv_for: Callable[[Sequence[int]], list[str]],
         env: Mapping[str, str],
+        ledgers: Mapping[int, int] | None = None,
     ) -> None:
         """Start one process for each group of ranks: ``argv_for(group)`` followed by ``--parent PID`` and a
-        ``--control RANK:FD`` for each of its ranks. ``env`` is their whole environment (``rank_environment``).
+        ``--control RANK:FD`` for each of its ranks. ``env`` is their whole environment (``rank_environment``). ``ledgers``
+        are descriptors, by rank, that are passed on by ``--ledger RANK:FD``.
 
         Standard output and error are inherited. On an error, a ``StagewireError``, or when cancelled, nothing is left.
         """
         try:
             for group in groups:
-                self._start_one(tuple(group), argv_for(group), env)
+                self._start_one(tuple(group), argv_for(group), env, ledgers or {})
                 await asyncio.sleep(0)  # starting takes a few milliseconds: let the server answer in between
         except BaseException:
             self.kill()
             raise
 
-    def _start_one(self, ranks: tuple[int, ...], argv: list[str], env: Mapping[str, str]) -> None:
+    def _start_one(self, ranks: tuple[int, ...], argv: list[str], env: Mapping[str, str], ledgers: Mapping[int, int]) -> None:
         theirs: list[socket.socket] = []
         try:
             arguments = ["--parent", str(os.getpid())]
@@ -140,11 +142,15 @@ class Launcher:
                 theirs.append(their)
                 self.channels[rank] = SocketChannel(ours, peer=f"rank {rank}")
                 arguments += ["--control", f"{rank}:{their.fileno()}"]
+            passed = [ledgers[rank] for rank in ranks if rank in ledgers]
+            for rank in ranks:
+                if rank in ledgers:
+                    arguments += ["--ledger", f"{rank}:{ledgers[rank]}"]
             self._processes[ranks] = ChildProcess(
                 [*argv, *arguments],
                 env,
                 on_exit=lambda returncode: self._tell(ranks, returncode),
-                pass_fds=[their.fileno() for their in theirs],
+                pass_fds=[*(their.fileno() for their in theirs), *passed],
             )
         finally:
             for their in theirs:

@@ -6,14 +6,17 @@ It decides nothing: what a rank does in a step, and when an epoch begins and end
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from time import perf_counter_ns
 from typing import Protocol
 
-from metrics.recorder import Recorder, Span, SpanKind
+from metrics.layout import SpanKind
+from metrics.recorder import StepRecorder
+from metrics.steps import FORWARD, LANES, NUM_LANES
 from orchestrator.control import Channel, ChannelClosed
 from orchestrator.waiting import Waker
 from stages.device import Point
-from stages.errors import ControlError, PeerLost, StagewireError, one_line
+from stages.errors import ControlError, CudaError, HeaderMismatch, PeerLost, StagewireError, one_line
 from stages.plan import (
     Drain,
     Drained,
@@ -38,6 +41,10 @@ class Work(Protocol):
     def start(self) -> Point: ...
     @property
     def end(self) -> Point: ...
+    @property
+    def tokens(self) -> Sequence[Point]: ...
+    @property
+    def slot(self) -> Point | None: ...
 
 
 class Operation(Protocol):
@@ -54,6 +61,14 @@ class Stage(Protocol):
 
     @property
     def operations(self) -> Sequence[Operation]: ...
+    @property
+    def row_bytes(self) -> int: ...
+    @property
+    def has_device_clock(self) -> bool: ...
+    @property
+    def num_blocks_used(self) -> int: ...
+    @property
+    def num_stale_rows(self) -> int: ...
     def begin(self, plan: StepPlan) -> None: ...
     def result(self, plan: StepPlan) -> StepResult | None: ...
     def poison(self, cause: BaseException) -> None: ...
@@ -83,13 +98,17 @@ OpenStage = Callable[[Epoch, list[int]], PendingStage]
 class RankWorker:
     """Serves one rank until the engine drains it or its channel closes."""
 
-    def __init__(self, rank: int, channel: Channel, open_stage: OpenStage, recorder: Recorder, spin_us: int = 0) -> None:
+    def __init__(
+        self, rank: int, channel: Channel, open_stage: OpenStage, recorder: StepRecorder | None, spin_us: int = 0
+    ) -> None:
+        """``recorder`` is None where nothing is recorded."""
         self._rank = rank
         self._channel = channel
         self._open_stage = open_stage
         self._recorder = recorder
-        self._waker = Waker(asyncio.get_running_loop(), spin_us)
+        self._waker = Waker(asyncio.get_running_loop(), spin_us, None if recorder is None else recorder.wake_counts)
         self._epoch = -1
+        self._num_slots = 0  # of each ring
         self._pending: PendingStage | None = None  # between Exported and Peers
         self._stage: Stage | None = None
         self._tasks: asyncio.TaskGroup | None = None
@@ -131,6 +150,7 @@ class RankWorker:
 
     def _begin_epoch(self, epoch: Epoch) -> None:
         self._epoch = epoch.epoch
+        self._num_slots = epoch.limits.ring_slots
         fds = self._channel.take_fds(epoch.num_fds)
         try:
             pending = self._open_stage(epoch, fds)
@@ -154,6 +174,15 @@ class RankWorker:
             self._report_link_failure(pending.transport, exc)
             return
         log.info("rank %d: transport %s: %s", self._rank, pending.transport, pending.reason)
+        if self._recorder is not None:
+            self._recorder.linked(
+                self._epoch,
+                pending.transport,
+                [LANES[operation.kind] for operation in self._stage.operations],
+                num_slots=self._num_slots,
+                row_bytes=self._stage.row_bytes,
+                has_device_clock=self._stage.has_device_clock,
+            )
         self._channel.send(Linked(self._epoch, self._rank, pending.transport, pending.reason))
 
     def _report_link_failure(self, transport: str, cause: StagewireError) -> None:
@@ -167,6 +196,8 @@ class RankWorker:
         if self._stage is not None:
             stage, self._stage = self._stage, None
             stage.poison(cause)
+            if self._recorder is not None:
+                self._recorder.unlinked()
             stage.close()
 
     def _start_step(self, plan: StepPlan) -> None:
@@ -175,29 +206,40 @@ class RankWorker:
         if stage is None:
             return  # a plan that was under way when the epoch ended
         assert self._tasks is not None
+        step = _Step(stage, plan, len(stage.operations), perf_counter_ns())
+        if self._recorder is not None:
+            self._recorder.begin(plan, step.begun_ns)
         stage.begin(plan)
-        works = [(operation, operation.enqueue(plan)) for operation in stage.operations]
-        step = _Step(stage, plan, len(works))
-        for operation, work in works:
-            self._tasks.create_task(self._follow(step, operation, work), name=f"{operation.kind} {plan.step_id}")
+        for operation in stage.operations:
+            step.works[LANES[operation.kind]] = operation.enqueue(plan)
+        for operation in stage.operations:
+            lane = LANES[operation.kind]
+            self._tasks.create_task(self._follow(step, lane), name=f"{operation.kind} {plan.step_id}")
 
-    async def _follow(self, step: "_Step", operation: Operation, work: Work) -> None:
+    async def _follow(self, step: "_Step", lane: int) -> None:
+        work, recorder = step.works[lane], self._recorder
+        assert work is not None
         try:
-            await self._waker.reached(work.end)
-            if operation.kind == "forward":
+            if await self._waker.reached(work.end):
+                step.woke_ns[lane] = perf_counter_ns()
+            if lane == FORWARD:
                 self._send_result(step)
                 step.stage_seconds = work.end.seconds_since(work.start)
-            end_ns = work.end.reached_at_ns
-            start_ns = end_ns - round(work.end.seconds_since(work.start) * 1e9)
-            self._recorder.record(Span(step.plan.step_id, operation.kind, operation.peer, start_ns, end_ns))
         except ChannelClosed:
             raise  # there is nobody to report to
         except Exception as exc:  # noqa: BLE001  the task's edge: whatever ended the work is reported
+            if recorder is not None and lane != FORWARD and self._stage is step.stage:
+                recorder.failed(_kind_of_failure(exc))
             # At once: what else this step enqueued may wait for a peer that now gets nothing.
             self._report_failure(step, exc)
             return
+        if recorder is not None and self._stage is step.stage:
+            recorder.ended(lane, step.woke_ns[lane] or perf_counter_ns())
         step.num_left -= 1
         if step.num_left == 0:
+            if recorder is not None and self._stage is step.stage:
+                stage = step.stage
+                recorder.finish(step.plan, step.begun_ns, step.works, step.woke_ns, stage.num_blocks_used, stage.num_stale_rows)
             self._send_done(step, error="")
 
     def _send_result(self, step: "_Step") -> None:
@@ -232,6 +274,19 @@ class RankWorker:
         )
 
 
+def _kind_of_failure(cause: Exception) -> str:
+    """As ``transfer_errors_total`` tells them apart."""
+    match cause:
+        case HeaderMismatch():
+            return "header_mismatch"
+        case PeerLost():
+            return "peer_lost"
+        case CudaError():
+            return "device"
+        case _:
+            return "other"
+
+
 @dataclass
 class _Step:
     """A step in flight on this rank; done when ``num_left`` pieces of its work are."""
@@ -239,5 +294,8 @@ class _Step:
     stage: Stage
     plan: StepPlan
     num_left: int
+    begun_ns: int
+    works: list[Work | None] = field(default_factory=lambda: [None] * NUM_LANES)  # by lane
+    woke_ns: list[int] = field(default_factory=lambda: [0] * NUM_LANES)
     stage_seconds: float = 0.0
     has_failed: bool = False

@@ -8,14 +8,17 @@ import argparse
 import asyncio
 import gc
 import logging
+import platform
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 
 import uvloop
 
-from metrics.recorder import Recorder, SpanLog
+from metrics.ledger import LedgerError, LedgerWriter
+from metrics.recorder import StepRecorder
 from orchestrator import __version__
 from orchestrator.control import Channel, ChannelClosed, SocketChannel
 from orchestrator.launch import die_with_parent, open_control
@@ -42,21 +45,44 @@ def main(argv: Sequence[str] | None = None, load: LoadRank = load_rank) -> int:
     parser = argparse.ArgumentParser(prog="stagewire rank", description="Serve one stage of a pipeline.", allow_abbrev=False)
     parser.add_argument("--parent", type=int, metavar="PID", help="end when this process ends")
     parser.add_argument("--control", action="append", required=True, metavar="RANK:FD", help="a connected control socket")
+    parser.add_argument("--ledger", action="append", default=[], metavar="RANK:FD", help="an inherited ledger to write")
     parser.add_argument("--log-level", default="info")
     args = parser.parse_args(argv)
     if args.parent is not None:
         die_with_parent(args.parent)
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
-    return uvloop.run(serve_ranks(dict(sorted(open_control(argument) for argument in args.control)), load))
+    try:
+        recorders = dict(open_ledger(argument) for argument in args.ledger)
+    except ConfigError as exc:
+        parser.error(str(exc))
+    return uvloop.run(serve_ranks(dict(sorted(open_control(argument) for argument in args.control)), load, recorders))
 
 
-async def serve_ranks(sockets: dict[int, socket.socket], load: LoadRank) -> int:
+def open_ledger(argument: str) -> tuple[int, StepRecorder]:
+    """The rank and the recorder of its ledger that a ``--ledger RANK:FD`` argument names; ``ConfigError`` when it is none."""
+    rank, colon, fd = argument.partition(":")
+    if not (colon and rank.isdecimal() and fd.isdecimal()):
+        raise ConfigError(f"--ledger {argument}: must be RANK:FD, two numbers")
+    try:
+        writer = LedgerWriter(int(fd))
+    except (OSError, LedgerError) as exc:
+        raise ConfigError(f"--ledger {argument}: {exc}") from exc
+    if writer.place.rank != int(rank):
+        raise ConfigError(f"--ledger {argument}: is the ledger of {writer.place.writer} {writer.place.rank}")
+    return int(rank), StepRecorder(writer)
+
+
+async def serve_ranks(
+    sockets: dict[int, socket.socket], load: LoadRank, recorders: Mapping[int, StepRecorder] | None = None
+) -> int:
+    """``recorders`` are by rank; a rank without one records nothing."""
     hub = MemoryHub() if len(sockets) > 1 else None
     channels = {rank: SocketChannel(sock, peer="the engine") for rank, sock in sockets.items()}
     try:
         async with asyncio.TaskGroup() as tasks:
             for rank, channel in channels.items():
-                tasks.create_task(serve_rank(rank, channel, hub, load, SpanLog()), name=f"rank {rank}")
+                recorder = (recorders or {}).get(rank)
+                tasks.create_task(serve_rank(rank, channel, hub, load, recorder), name=f"rank {rank}")
     except BaseExceptionGroup as group:
         return await _report(channels, group.exceptions[0])
     for channel in channels.values():
@@ -64,7 +90,7 @@ async def serve_ranks(sockets: dict[int, socket.socket], load: LoadRank) -> int:
     return DRAINED
 
 
-async def serve_rank(rank: int, channel: Channel, hub: MemoryHub | None, load: LoadRank, recorder: Recorder) -> None:
+async def serve_rank(rank: int, channel: Channel, hub: MemoryHub | None, load: LoadRank, recorder: StepRecorder | None) -> None:
     """One rank's life: its Setup, its slice of the model, its Hello, then plans."""
     setup = await channel.receive()
     if not isinstance(setup, Setup) or setup.rank != rank:
@@ -73,6 +99,14 @@ async def serve_rank(rank: int, channel: Channel, hub: MemoryHub | None, load: L
     # What importing and loading made lives as long as the process: a full collection would walk all of it, for 0.3 s.
     gc.collect()
     gc.freeze()
+    if recorder is not None:
+        recorder.describe(
+            {"version": __version__, "python": platform.python_version(), "torch": version("torch")},
+            layers=f"{offer.first_layer}-{offer.end_layer - 1}",
+            device=setup.device if setup.device == offer.device else f"{setup.device} ({offer.device})",
+            host=socket.gethostname(),
+            num_blocks=offer.max_blocks,
+        )
     channel.send(Hello(PROTOCOL_VERSION, __version__, rank, setup.world_size, offer))
     await RankWorker(rank, channel, assembly.open, recorder, setup.spin_us).run()
 

@@ -11,8 +11,7 @@ import ctypes
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, MutableSequence
 
 import uvloop
 
@@ -25,38 +24,48 @@ CHECK_SECONDS = 0.02
 LOOKS_PER_TURN = 8  # a look costs a third of a microsecond, a turn of the loop more than one
 PARKED_POLL_SECONDS = 0.001  # on a loop that no host function can wake
 
-WakeMode = Literal["spin", "park", "timer"]
+WAKE_MODES = ("spin", "park", "timer")
+"""The loop looked, it slept and was woken, the safety net found it. Host streams always wake it."""
+_SPIN, _PARK, _TIMER = range(3)
 
 
 class Waker:
     """Wakes the coroutines of one loop when their Points are reached.
 
-    ``wakes`` counts the Points of GPUs that were found, by how the loop came to look.
+    ``counts`` are counted up, by how the loop came to see a Point that was awaited: as ``WAKE_MODES``.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, spin_us: int = 0) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, spin_us: int = 0, counts: MutableSequence[int] | memoryview | None = None
+    ) -> None:
         self._loop = loop
         self._spin_ns = spin_us * 1000
         # One entry for each Point somebody awaits and that is reached: bounded by the tasks of the steps in flight.
         self._settled: deque[tuple[asyncio.Future[None], Point]] = deque()
         self._is_wake_scheduled = False
         self._is_closed = False
-        self.wakes: dict[WakeMode, int] = {"spin": 0, "park": 0, "timer": 0}
-        self._mode: WakeMode = "spin"
+        self._counts: MutableSequence[int] | memoryview = [0, 0, 0] if counts is None else counts
+        self._mode = _SPIN
         self._pollers: list[Poller] = []  # with Points that are awaited
         self._is_spinning = False
         self._spins_until_ns = 0
         self._timer: asyncio.TimerHandle | None = None
         self._bell: _Bell | None = None
 
-    async def reached(self, point: Point, deadline_seconds: float | None = None) -> None:
-        """Return once ``point`` is reached; raises its stream's error, or ``DeadlinePassed``.
+    @property
+    def wakes(self) -> dict[str, int]:
+        """What was counted so far, by mode."""
+        return dict(zip(WAKE_MODES, self._counts, strict=True))
+
+    async def reached(self, point: Point, deadline_seconds: float | None = None) -> bool:
+        """Return once ``point`` is reached, and whether that had to be waited for; raises its stream's error, or
+        ``DeadlinePassed``.
 
         Cancelling this await, or its deadline, changes nothing for the stream: the buffers stay owned by it until the Point is
         reached. Nothing of the await is left with the Point.
         """
         if point.is_reached():
-            return
+            return False
         future: asyncio.Future[None] = self._loop.create_future()
         poller = point.poller
         settle = self._settle if poller is None else self._find
@@ -78,6 +87,7 @@ class Waker:
         finally:
             if deadline is not None:
                 deadline.cancel()
+        return True
 
     def close(self) -> None:
         """Points reached from now on wake nobody; whoever still awaits one must be cancelled."""
@@ -100,12 +110,13 @@ class Waker:
     def _wake(self) -> None:
         self._is_wake_scheduled = False
         while self._settled:
+            self._counts[_PARK] += 1
             _resolve(*self._settled.popleft())
 
     # ---- GPUs: we look, on the loop -----------------------------------------------------------------------------------
 
     def _find(self, future: asyncio.Future[None], point: Point) -> None:
-        self.wakes[self._mode] += 1
+        self._counts[self._mode] += 1
         self._spins_until_ns = 0  # another one may follow at once: set anew
         _resolve(future, point)
 
@@ -124,13 +135,13 @@ class Waker:
 
     def _turn(self) -> None:
         """A few looks; the loop does whatever else it has to do before the next."""
-        self._mode = "spin"
-        found = self.wakes["spin"]
+        self._mode = _SPIN
+        found = self._counts[_SPIN]
         for _ in range(LOOKS_PER_TURN):
             if not self._poll():
                 self._is_spinning = False
                 return
-            if self.wakes["spin"] != found:
+            if self._counts[_SPIN] != found:
                 break
         now_ns = time.perf_counter_ns()
         if self._spins_until_ns == 0:
@@ -148,22 +159,22 @@ class Waker:
 
     def _woken(self) -> None:
         if not self._is_spinning and not self._is_closed:
-            self._look_once("park")
+            self._look_once(_PARK)
 
     def _check(self) -> None:
         """The safety net: device errors, and host functions that were never called."""
         self._timer = None
         for poller in self._pollers:
             poller.check()
-        if self._is_spinning or self._look_once("timer"):
+        if self._is_spinning or self._look_once(_TIMER):
             self._timer = self._loop.call_later(CHECK_SECONDS, self._check)
 
-    def _look_once(self, mode: WakeMode) -> bool:
+    def _look_once(self, mode: int) -> bool:
         """Of a parked loop: spin where there was progress, else sleep on. Whether a Point is still awaited."""
         self._mode = mode
-        found = self.wakes[mode]
+        found = self._counts[mode]
         is_pending = self._poll()
-        if is_pending and self.wakes[mode] != found:
+        if is_pending and self._counts[mode] != found:
             self._spin()
         elif is_pending:
             self._park()

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 
 from stages.clock import HostClock
-from stages.device import DoneCallback, Point, Poller, Stream
+from stages.device import DoneCallback, Launch, Point, Poller, Stream
 from stages.driver import Driver, MemoryOp, memory_ops
 from stages.errors import CudaError
 from stages.kernels import Progress
@@ -208,7 +208,7 @@ class CudaStream(Stream):
         self._armed_sequence = 0
         self._is_closed = False
 
-    def launch(self, fn: Callable[[], None]) -> None:
+    def launch(self, fn: Launch) -> None:
         self._check_open()
         if self.device.enqueue is None:
             self._run(fn)
@@ -356,7 +356,7 @@ class CudaStream(Stream):
         else:
             self.device.set_awaited(self, is_awaited=False)
 
-    def _run(self, fn: Callable[[], None]) -> None:
+    def _run(self, fn: Launch) -> None:
         if self.error is not None:
             return
         try:

@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 DoneCallback = Callable[[], None]
+Launch = Callable[[], int | None]
+"""Returns when it had waited for what it needs of a peer (``Point.waited_until_ns``), or None."""
 
 
 class Point(ABC):
@@ -47,6 +49,12 @@ class Point(ABC):
         return max(self.reached_at_ns - start.reached_at_ns, 0) / 1e9
 
     @property
+    def waited_until_ns(self) -> int:
+        """``time.perf_counter_ns()`` when what was enqueued just before the Point had waited for what it needs of a peer, and
+        the rest of it began; 0 where nobody can tell, as on a GPU."""
+        return 0
+
+    @property
     @abstractmethod
     def stream_name(self) -> str: ...
 
@@ -80,7 +88,7 @@ class Stream(ABC):
     name: str
 
     @abstractmethod
-    def launch(self, fn: Callable[[], None]) -> None:
+    def launch(self, fn: Launch) -> None:
         """Enqueue ``fn`` in the stream's order; never blocks. ``fn`` keeps what it refers to alive until it has run."""
 
     @abstractmethod
@@ -107,7 +115,7 @@ class Stream(ABC):
 
 
 class HostPoint(Point):
-    __slots__ = ("_callbacks", "_error", "_lock", "_reached_at_ns", "_stream_name")
+    __slots__ = ("_callbacks", "_error", "_lock", "_reached_at_ns", "_stream_name", "_waited_until_ns")
 
     def __init__(self, stream_name: str) -> None:
         self._stream_name = stream_name
@@ -115,6 +123,7 @@ class HostPoint(Point):
         self._callbacks: list[DoneCallback] = []
         self._error: BaseException | None = None
         self._reached_at_ns = 0
+        self._waited_until_ns = 0
 
     def is_reached(self) -> bool:
         if self._error is not None:
@@ -138,12 +147,17 @@ class HostPoint(Point):
         return self._reached_at_ns
 
     @property
+    def waited_until_ns(self) -> int:
+        return self._waited_until_ns
+
+    @property
     def stream_name(self) -> str:
         return self._stream_name
 
-    def _settle(self, error: BaseException | None) -> None:
+    def _settle(self, error: BaseException | None, waited_until_ns: int) -> None:
         with self._lock:
             self._error = error
+            self._waited_until_ns = waited_until_ns
             self._reached_at_ns = time.perf_counter_ns()
             callbacks, self._callbacks = self._callbacks, []
         for fn in callbacks:
@@ -159,13 +173,13 @@ class HostStream(Stream):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._queue: queue.SimpleQueue[Callable[[], None] | HostPoint | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Launch | HostPoint | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def launch(self, fn: Callable[[], None]) -> None:
+    def launch(self, fn: Launch) -> None:
         self._put(fn)
 
     def record(self, *, is_told: bool = True) -> HostPoint:
@@ -187,18 +201,19 @@ class HostStream(Stream):
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _put(self, item: Callable[[], None] | HostPoint) -> None:
+    def _put(self, item: Launch | HostPoint) -> None:
         if self._is_closed:
             raise RuntimeError(f"stream {self.name} is closed")
         self._queue.put(item)
 
     def _run(self) -> None:
+        waited_until_ns = 0
         while (item := self._queue.get()) is not None:
             if isinstance(item, HostPoint):
-                item._settle(self._error)  # pyright: ignore[reportPrivateUsage]
+                item._settle(self._error, waited_until_ns)  # pyright: ignore[reportPrivateUsage]
             elif self._error is None:
                 try:
-                    item()
+                    waited_until_ns = item() or 0
                 except BaseException as exc:  # noqa: BLE001  the stream's edge: kept, and raised by every later Point
                     self._error = exc
             item = None  # a finished callable's tensors are freed now, not when the next one comes

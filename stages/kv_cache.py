@@ -66,6 +66,7 @@ class PagedKVCache:
         self._blocks = {layer: by_block[i] for i, layer in enumerate(layers)}
         self._all_layers = self.memory.view(-1, num_blocks, block_size * head_dim)
         self._head_offsets = torch.arange(2 * num_kv_heads, device=device)[:, None] * num_blocks
+        self.num_used = 0  # blocks in the tables
         self._workspace = torch.empty(0, block_size * head_dim, dtype=dtype, device=device)
         self._causal_mask = torch.empty(0, 0, dtype=dtype, device=device)
         self._tables: dict[int, list[int]] = {}
@@ -77,11 +78,12 @@ class PagedKVCache:
 
     def reset(self, slot: int) -> None:
         """Empty the slot's block table: its blocks belong to the scheduler again."""
-        self._tables.pop(slot, None)
+        self.num_used -= len(self._tables.pop(slot, ()))
 
     def extend(self, slot: int, blocks: Sequence[int]) -> None:
         """Append ``blocks`` to the slot's block table."""
         self._tables.setdefault(slot, []).extend(blocks)
+        self.num_used += len(blocks)
 
     def table(self, slot: int) -> Sequence[int]:
         """The slot's block numbers in the order of its context."""

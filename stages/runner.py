@@ -64,6 +64,10 @@ class StageRunner:
             self.cache.extend(row.slot, row.blocks)
         self._prepared[plan.step_id] = _PreparedStep.build(plan, self.cache)
 
+    @property
+    def num_blocks_used(self) -> int:
+        return self.cache.num_used
+
     @torch.inference_mode()
     def forward(self, plan: StepPlan, hidden: torch.Tensor | None) -> torch.Tensor:
         """Compute the plan's step.

@@ -4,26 +4,30 @@ A stage enqueues and returns Points. What it does in a step follows from where i
 when it is built: ``operations`` lists it, in the order in which it is enqueued.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
-from metrics.recorder import SpanKind
-from stages.device import Point, Stream
+from metrics.layout import SpanKind
+from stages.device import HostStream, Point, Stream
 from stages.plan import SampledRow, StepPlan, StepResult, TensorSchema
 from stages.pp_handler import PPHandler
 from stages.sampler import Sampler, SamplerOutput, SamplerOutputs
 from stages.slots import SlotTable, void
 from stages.topology import PPGroup
 from stages.transport.base import IntermediateTensors, PPTransport, StepShape
+from stages.transport.links import row_bytes
 
 NO_PEER = -1
 
 
 class Runner(Protocol):
     """What a stage computes: ``StageRunner`` for a model."""
+
+    @property
+    def num_blocks_used(self) -> int: ...
 
     def prepare(self, plan: StepPlan) -> None:
         """Apply the plan's frees and blocks and build its inputs. In plan order, on the caller's thread; never waits."""
@@ -34,12 +38,14 @@ class Runner(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Work:
-    """What was enqueued on a stream between two Points."""
+class Work(NamedTuple):
+    """What was enqueued on a stream between two Points. ``tokens`` and ``slot`` are what a forward waits for besides: tokens
+    of earlier steps, and the end of the send that its output buffer was used for."""
 
     start: Point
     end: Point
+    tokens: Sequence[Point] = ()
+    slot: Point | None = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,26 @@ class Stage:
             self._transport.begin_step(StepShape(plan.step_id, plan.num_tokens, plan.num_in_flight))
             self._handler.begin_step(plan.step_id)
 
+    @property
+    def row_bytes(self) -> int:
+        """What one token's hidden states have at a boundary."""
+        return row_bytes(self._boundary)
+
+    @property
+    def has_device_clock(self) -> bool:
+        """Whether its Points are of a device with a clock of its own."""
+        return not isinstance(self._compute, HostStream)
+
+    @property
+    def num_blocks_used(self) -> int:
+        """KV blocks that sequences hold."""
+        return self._runner.num_blocks_used
+
+    @property
+    def num_stale_rows(self) -> int:
+        """Sampled tokens dropped so far because their request had ended or moved."""
+        return self._slots.num_stale_rows
+
     def result(self, plan: StepPlan) -> StepResult | None:
         """What was sampled in a step, once its forward is reached; None unless this is the last rank. Once for each step."""
         output = self._results.pop(plan.step_id, None)
@@ -158,16 +184,17 @@ class Stage:
         return Work(start, self._hidden_in.ready)
 
     def _enqueue_forward(self, plan: StepPlan) -> Work:
-        for step_id in self._steps_needed:
-            if (point := self._token_points.get(step_id)) is not None:
-                self._compute.wait(point)
+        tokens = [point for step_id in self._steps_needed if (point := self._token_points.get(step_id)) is not None]
+        for point in tokens:
+            self._compute.wait(point)
         received = self._hidden_in
         start = received.ready if received is not None and not plan.needs_tokens_of else self._compute.record(is_told=False)
         end = self._compute_step(plan, None if received is None else received[self._boundary.name])
         if received is not None:
             received.release(self._compute)
             self._hidden_in = None
-        self._forward_work = Work(start, end)
+        slot = None if self._transport is None else self._transport.output_free
+        self._forward_work = Work(start, end, tokens, slot)
         return self._forward_work
 
     def _hidden_step(self, plan: StepPlan, received: torch.Tensor | None) -> Point:

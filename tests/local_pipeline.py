@@ -6,11 +6,12 @@ import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from metrics.recorder import SpanLog
+from metrics.recorder import StepRecorder
+from metrics.steps import Span
 from orchestrator.control import Channel, ChannelClosed, SocketChannel, memory_channel_pair
 from orchestrator.engine import Engine
 from orchestrator.rank_main import LoadRank, serve_rank
@@ -22,14 +23,17 @@ from stages.plan import Offer, Setup
 from stages.transport.copy_engine import nvlink_peers
 from stages.transport.memory import MemoryHub
 from tests.emulated_cuda import Emulation
+from tests.ledgers import RankLedgers, rank_ledgers
 from tests.served_engine import Sizes, serving_engine
 
 
 @dataclass(frozen=True)
 class LocalPipeline:
     engine: Engine
-    recorders: Sequence[SpanLog]
+    ledgers: RankLedgers
     serving: asyncio.Task[None]
+    operations: list[list[Span]] = field(default_factory=list[list[Span]])
+    """Of each rank, all that were recorded; there at the end."""
 
     async def tokens(self, name: str, prompt: list[int], **params: object) -> list[int]:
         """All tokens of one request; greedy unless ``params`` say otherwise."""
@@ -43,18 +47,20 @@ async def local_pipeline(
 ) -> AsyncIterator[LocalPipeline]:
     """Start, serve, and drain at the end; a rank that ends with an error fails the test."""
     sizes = sizes or Sizes()
-    recorders = [SpanLog() for _ in slices]
     ranks = ranks_in_threads if transport == "gloo" else ranks_on_this_loop
-    async with (
-        ranks(slices, sizes, recorders) as channels,
-        serving_engine(channels, slices[0].vocab_size, transport, sizes) as (engine, serving),
-    ):
-        yield LocalPipeline(engine, recorders, serving)
+    with rank_ledgers(len(slices)) as ledgers:
+        async with (
+            ranks(slices, sizes, ledgers.recorders) as channels,
+            serving_engine(channels, slices[0].vocab_size, transport, sizes) as (engine, serving),
+        ):
+            pipeline = LocalPipeline(engine, ledgers, serving)
+            yield pipeline
+        pipeline.operations.extend(ledgers.operations(rank) for rank in range(len(slices)))
 
 
 @asynccontextmanager
 async def ranks_on_this_loop(
-    slices: Sequence[Slice], sizes: Sizes, recorders: Sequence[SpanLog]
+    slices: Sequence[Slice], sizes: Sizes, recorders: Sequence[StepRecorder]
 ) -> AsyncIterator[dict[int, Channel]]:
     hub = MemoryHub()
     channels: dict[int, Channel] = {}
@@ -67,7 +73,7 @@ async def ranks_on_this_loop(
 
 @asynccontextmanager
 async def ranks_in_threads(
-    slices: Sequence[Slice], sizes: Sizes, recorders: Sequence[SpanLog]
+    slices: Sequence[Slice], sizes: Sizes, recorders: Sequence[StepRecorder]
 ) -> AsyncIterator[dict[int, Channel]]:
     """For links that a rank waits for while it connects them: that blocks its loop until the others do, too."""
     channels: dict[int, Channel] = {}
@@ -91,7 +97,7 @@ async def ranks_in_threads(
 
 
 async def _serve_rank(
-    rank: int, channel: Channel, slices: Sequence[Slice], hub: MemoryHub | None, sizes: Sizes, recorder: SpanLog
+    rank: int, channel: Channel, slices: Sequence[Slice], hub: MemoryHub | None, sizes: Sizes, recorder: StepRecorder
 ) -> None:
     try:
         await serve_rank(rank, channel, hub, slice_loader(slices, sizes.num_blocks), recorder)

@@ -62,6 +62,8 @@ class ToyRunner:
         self._seconds = seconds
         self._hashes = [0] * limits.max_num_seqs
 
+    num_blocks_used = 0
+
     def prepare(self, plan: StepPlan) -> None:
         for slot, generation in plan.freed:
             self._slots.free(slot, generation)

@@ -44,6 +44,8 @@ class PPTransport(ABC):
     """Hidden states between neighbouring stages. Every call enqueues and returns; none waits for a peer."""
 
     name: str
+    output_free: Point | None = None
+    """The Point that compute waits for before it writes the last ``outputs``; None where it need not."""
 
     @abstractmethod
     def begin_step(self, step: StepShape) -> None:

@@ -189,6 +189,7 @@ class CopyEngineTransport(BoundaryTransport):
             raise ValueError(f"rank {self._group.rank} is the last of {self._group.world_size} and sends to no rank")
         seq = sender.claim()
         output = self._outputs[seq % NUM_OUTPUT_BUFFERS]
+        self.output_free = output.is_free
         if output.is_free is not None:
             self._compute.wait(output.is_free)
         output.seq = seq

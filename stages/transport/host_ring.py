@@ -27,12 +27,12 @@ class HostEnd(Protocol):
 
 
 class HostSender(HostEnd, Protocol):
-    def wait_free(self, seq: int) -> None: ...
+    def wait_free(self, seq: int) -> int: ...
     def publish(self, seq: int, header: Header) -> None: ...
 
 
 class HostReceiver(HostEnd, Protocol):
-    def wait_full(self, seq: int, expected: Header) -> None: ...
+    def wait_full(self, seq: int, expected: Header) -> int: ...
     def release(self, seq: int) -> None: ...
 
 
@@ -154,8 +154,9 @@ class HostRingTransport(BoundaryTransport):
         step = self._announced(pp_group)
         self._sending_end()
         index = self._num_sent % NUM_OUTPUT_BUFFERS
-        if (is_free := self._is_free[index]) is not None:
-            self._compute.wait(is_free)
+        self.output_free = self._is_free[index]
+        if self.output_free is not None:
+            self._compute.wait(self.output_free)
         return {name: tensor[: step.num_tokens] for name, tensor in self._buffers[index].items()}
 
     def send(self, tensors: IntermediateTensors, pp_group: PPGroup) -> Point:
@@ -165,17 +166,18 @@ class HostRingTransport(BoundaryTransport):
         seq = sender.claim()
         header = self._header(step, seq)
 
-        def write() -> None:  # takes the views after its waits: the traceback of a broken one must not keep the segment
+        def write() -> int:  # takes the views after its waits: the traceback of a broken one must not keep the segment
             try:
                 lane.poison.wait_for(tensors.ready)
             except HeaderMismatch:
                 sender.wait_free(seq)
                 sender.publish(seq, header._replace(verdict=0))
                 raise
-            sender.wait_free(seq)
+            waited_until_ns = sender.wait_free(seq)
             for target, source in zip(self._slot_rows(self._out_slots, seq, step).values(), sources, strict=True):
                 copy_into(target, source)
             sender.publish(seq, header)
+            return waited_until_ns
 
         lane.stream.launch(write)
         lane.note_use(lane.stream)
@@ -199,11 +201,12 @@ class HostRingTransport(BoundaryTransport):
             return IntermediateTensors(rows, self._compute.record(), credit)
         kept = {schema.name: self._persistent[schema.name][: step.num_tokens] for schema in self._boundary}
 
-        def read() -> None:
-            receiver.wait_full(seq, header)
+        def read() -> int:
+            waited_until_ns = receiver.wait_full(seq, header)
             for name, source in self._slot_rows(self._in_slots, seq, step).items():
                 copy_into(kept[name], source)
             receiver.release(seq)
+            return waited_until_ns
 
         self._compute.launch(read)
         return IntermediateTensors(kept, self._compute.record())

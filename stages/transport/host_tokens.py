@@ -124,10 +124,11 @@ class HostTokenReceiver(_HostHandler):
         num_bytes = token_slot_bytes(num_reqs, max_sample_len)
         packed = torch.empty(num_bytes, dtype=torch.uint8)
 
-        def read() -> None:
-            receiver.wait_full(seq, header)
+        def read() -> int:
+            waited_until_ns = receiver.wait_full(seq, header)
             copy_into(packed, self._slots[seq % self._layout.num_slots][:num_bytes])
             receiver.release(seq)
+            return waited_until_ns
 
         self.stream.launch(read)
         return SampledTokens(unpack_tokens(packed, num_reqs, max_sample_len), self.stream.record())

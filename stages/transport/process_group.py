@@ -40,8 +40,8 @@ class _Side(Protocol):
         """The buffer that message ``seq`` is made in."""
         ...
 
-    def free_output(self, seq: int) -> torch.Tensor:
-        """The same, which compute may write now."""
+    def output_free(self, seq: int) -> Point | None:
+        """The Point after which compute may write it; None when it may now."""
         ...
 
     def send(self, seq: int, num_bytes: int, header: BoundaryHeader, moves: Moves, ready: Point) -> Point:
@@ -103,7 +103,11 @@ class ProcessGroupTransport(BoundaryTransport):
     def outputs(self, pp_group: PPGroup) -> Mapping[str, torch.Tensor]:
         self._side.check()
         step = self._announced(pp_group)
-        return self._views(self._side.free_output(self._sending_seq()), step.num_tokens)
+        seq = self._sending_seq()
+        self.output_free = self._side.output_free(seq)
+        if self.output_free is not None:
+            self._compute.wait(self.output_free)
+        return self._views(self._side.output(seq), step.num_tokens)
 
     def send(self, tensors: IntermediateTensors, pp_group: PPGroup) -> Point:
         self._side.check()

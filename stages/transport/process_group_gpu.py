@@ -127,10 +127,8 @@ class GpuSide:
     def output(self, seq: int) -> torch.Tensor:
         return self._buffers[seq % NUM_OUTPUT_BUFFERS]
 
-    def free_output(self, seq: int) -> torch.Tensor:
-        if (is_free := self._is_free[seq % NUM_OUTPUT_BUFFERS]) is not None:
-            self._compute.wait(is_free)
-        return self.output(seq)
+    def output_free(self, seq: int) -> Point | None:
+        return self._is_free[seq % NUM_OUTPUT_BUFFERS]
 
     def send(
         self,
@@ -142,7 +140,9 @@ class GpuSide:
     ) -> Point:
         compute, stream, link, verdict = self._compute, self._send_stream, self._to_next, self._verdict
         assert link is not None, "else there is no output"
-        buffer = self.free_output(seq)
+        buffer = self.output(seq)
+        if (is_free := self.output_free(seq)) is not None:
+            compute.wait(is_free)
         compute.wait(ready)
         if moves:
             compute.launch(lambda: self.move(moves))

@@ -7,6 +7,7 @@ epoch. So what finds one waits on, for the poison.
 
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -99,9 +100,10 @@ class _GlooEnd:
 
 
 class GlooSender(_GlooEnd):
-    def wait_free(self, seq: int) -> None:
-        """What is sent waits for its slot by itself, and then the buffer here is free."""
+    def wait_free(self, seq: int) -> int:
+        """What is sent waits for its slot by itself, and then the buffer here is free: nobody can tell since when (0)."""
         self._poison.check()
+        return 0
 
     def publish(self, seq: int, header: Header) -> None:
         """Send message ``seq``, whose payload is in our slot."""
@@ -130,15 +132,18 @@ class GlooReceiver(_GlooEnd):
         for slot in range(link.layout.num_slots):
             self.release(slot)
 
-    def wait_full(self, seq: int, expected: Header) -> None:
-        """Block until message ``seq`` is there and compare its header; raises ``HeaderMismatch`` or the poison's cause."""
+    def wait_full(self, seq: int, expected: Header) -> int:
+        """Block until message ``seq`` is there, compare its header, and return when it was there (``time.perf_counter_ns``);
+        raises ``HeaderMismatch`` or the poison's cause."""
         slot = seq % self.link.layout.num_slots
         error = self._finish(slot)
         self._poison.check()
         if error:
             self._await_poison(error)
+        there_at_ns = time.perf_counter_ns()
         got = unpack_header(type(expected), bytes_of(self.link.slots[slot]))
         check_header(expected, got, receiver=self.link.link_id.receiver, sender=self.link.link_id.sender)
+        return there_at_ns
 
     def release(self, seq: int) -> None:
         """Post the slot of message ``seq`` for the one that comes there next. Any thread, in any order."""
@@ -197,10 +202,8 @@ class HostSide:
     def output(self, seq: int) -> torch.Tensor:
         return self._buffers[seq % NUM_OUTPUT_BUFFERS]
 
-    def free_output(self, seq: int) -> torch.Tensor:
-        if (is_free := self._is_free[seq % NUM_OUTPUT_BUFFERS]) is not None:
-            self._compute.wait(is_free)
-        return self.output(seq)
+    def output_free(self, seq: int) -> Point | None:
+        return self._is_free[seq % NUM_OUTPUT_BUFFERS]
 
     def send(
         self,

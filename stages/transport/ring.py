@@ -17,6 +17,7 @@ sleeps; across processes the ring is therefore offered on x86-64 only. Within on
 
 import struct
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -361,9 +362,10 @@ class RingSender(_End):
     def __init__(self, link: Link, poison: Poison) -> None:
         super().__init__(link, poison, link.free_bell, FREE_OFFSET, FULL_OFFSET)
 
-    def wait_free(self, seq: int) -> None:
-        """Block until the slot of message ``seq`` may be written; raises the poison's cause."""
+    def wait_free(self, seq: int) -> int:
+        """Block until the slot of message ``seq`` may be written, and return when; raises the poison's cause."""
         self._wait(seq + 1 - self.layout.num_slots)
+        return time.perf_counter_ns()
 
     def publish(self, seq: int, header: Header) -> None:
         """Write the header, after the payload was written, and let the receiver see message ``seq``."""
@@ -379,11 +381,14 @@ class RingReceiver(_End):
         self._released: set[int] = set()  # out of order, waiting for an earlier one
         self._next_free = self._next_seq
 
-    def wait_full(self, seq: int, expected: Header) -> None:
-        """Block until message ``seq`` is there and compare its header; raises ``HeaderMismatch`` or the poison's cause."""
+    def wait_full(self, seq: int, expected: Header) -> int:
+        """Block until message ``seq`` is there, compare its header, and return when it was there (``time.perf_counter_ns``);
+        raises ``HeaderMismatch`` or the poison's cause."""
         self._wait(seq + 1)
+        there_at_ns = time.perf_counter_ns()
         got = unpack_header(type(expected), memoryview(self.link.buffer)[self.layout.slot_offset(seq) :])
         check_header(expected, got, receiver=self.link.stamp.receiver, sender=self.link.stamp.sender)
+        return there_at_ns
 
     def release(self, seq: int) -> None:
         """Give the credit of message ``seq`` back. Any thread; credits reach the sender in message order."""

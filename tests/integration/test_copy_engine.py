@@ -22,7 +22,7 @@ import msgspec
 import pytest
 import uvloop
 
-from metrics.recorder import SpanLog
+from metrics.recorder import StepRecorder
 from orchestrator.control import Channel, ChannelClosed, SocketChannel
 from orchestrator.engine import Engine
 from orchestrator.launch import Launcher, rank_environment
@@ -51,6 +51,7 @@ from stages.plan import (
 from stages.topology import StageInfo
 from tests.emulated_cuda import Operation, emulation
 from tests.integration.test_parity import BLOCK_SIZE, PROMPTS, Case, model_slices, reference_tokens, run_prompts, sizes_for
+from tests.ledgers import rank_ledgers
 from tests.local_pipeline import LocalPipeline, emulated_gpu, slice_loader
 from tests.served_engine import Sizes, assemble_ranks, engine_over, setup_for
 from tests.stages.model_factory import write_tiny_model
@@ -66,12 +67,11 @@ ORDER_SECONDS = 20.0  # what a rank may take to do as it is told, on a busy mach
 
 @asynccontextmanager
 async def rank_threads(
-    slices: Sequence[Slice], num_blocks: int = Sizes().num_blocks
-) -> AsyncIterator[tuple[dict[int, Channel], list[SpanLog]]]:
+    slices: Sequence[Slice], num_blocks: int = Sizes().num_blocks, recorders: Sequence[StepRecorder] | None = None
+) -> AsyncIterator[dict[int, Channel]]:
     """Ranks that wait for their Setup, each a thread: a rank that connects its links blocks its loop until its peers do too."""
     gpus: list[Gpu] = []
     channels: dict[int, Channel] = {}
-    recorders = [SpanLog() for _ in slices]
 
     def open_gpu(rank: int) -> Gpu:
         gpus.append(emulated_gpu(rank))
@@ -80,7 +80,8 @@ async def rank_threads(
     async def serve(rank: int, sock: socket.socket) -> None:
         channel = SocketChannel(sock, peer="the engine")
         try:
-            await serve_rank(rank, channel, None, slice_loader(slices, num_blocks, open_gpu), recorders[rank])
+            recorder = None if recorders is None else recorders[rank]
+            await serve_rank(rank, channel, None, slice_loader(slices, num_blocks, open_gpu), recorder)
         except ChannelClosed:
             pass  # how a rank ends when the engine gave up
         finally:
@@ -93,7 +94,7 @@ async def rank_threads(
             channels[rank] = SocketChannel(ours, peer=f"rank {rank}")
             ends.append(pool.submit(lambda rank=rank, theirs=theirs: uvloop.run(serve(rank, theirs))))
         try:
-            yield channels, recorders
+            yield channels
         finally:
             for channel in channels.values():
                 await channel.aclose()
@@ -106,10 +107,13 @@ async def rank_threads(
 @asynccontextmanager
 async def emulated_pipeline(slices: Sequence[Slice], sizes: Sizes | None = None) -> AsyncIterator[LocalPipeline]:
     sizes = sizes or Sizes()
-    async with rank_threads(slices, sizes.num_blocks) as (channels, recorders):
-        pipeline = await assemble_ranks(channels, "copy_engine", sizes)
-        async with engine_over(pipeline, slices[0].vocab_size, sizes) as (engine, serving):
-            yield LocalPipeline(engine, recorders, serving)
+    with rank_ledgers(len(slices)) as ledgers:
+        async with rank_threads(slices, sizes.num_blocks, ledgers.recorders) as channels:
+            linked = await assemble_ranks(channels, "copy_engine", sizes)
+            async with engine_over(linked, slices[0].vocab_size, sizes) as (engine, serving):
+                pipeline = LocalPipeline(engine, ledgers, serving)
+                yield pipeline
+        pipeline.operations.extend(ledgers.operations(rank) for rank in range(len(slices)))
 
 
 # ---- tokens -----------------------------------------------------------------------------------------------------------
@@ -203,10 +207,10 @@ async def test_every_piece_of_work_of_every_step_is_recorded() -> None:
         {"recv", "forward", "send", "token_receive"},
         {"recv", "forward", "token_broadcast"},
     ]
-    for recorder, expected in zip(pipeline.recorders, kinds, strict=True):
-        assert {span.kind for span in recorder.spans} == expected
-        assert len(recorder.spans) == num_steps * len(expected), "one of each kind for every step"
-        assert all(0 < span.start_ns <= span.end_ns for span in recorder.spans)
+    for spans, expected in zip(pipeline.operations, kinds, strict=True):
+        assert {span.kind for span in spans} == expected
+        assert len(spans) == num_steps * len(expected), "one of each kind for every step"
+        assert all(0 < span.start_ns <= span.end_ns for span in spans)
 
 
 @pytest.mark.parametrize(("num_stages", "ring_slots"), [(2, 1), (4, 4)])
@@ -282,7 +286,7 @@ async def test_ranks_that_wait_for_another_are_freed_and_serve_the_next_epoch(ri
     """In each epoch another rank gets no plans: the others come to wait for it, or for one that does."""
     num_stages, sizes = 3, Sizes(ring_slots=ring_slots)
     num_fds: list[int] = []
-    async with rank_threads(toy_slices(num_stages)) as (channels, _):
+    async with rank_threads(toy_slices(num_stages)) as channels:
         pipeline = await assemble_ranks(channels, "copy_engine", sizes)
         for idle in range(num_stages):
             num_fds.append(len(open_fds()))
@@ -317,7 +321,7 @@ async def errors_of_a_step(plans: Sequence[StepPlan]) -> list[str]:
     """Have each rank do its own version of a step; what they report of it. No result comes when the last rank reports an error.
     The next epoch serves."""
     sizes = Sizes()
-    async with rank_threads(toy_slices(len(plans))) as (channels, _):
+    async with rank_threads(toy_slices(len(plans))) as channels:
         pipeline = await assemble_ranks(channels, "copy_engine", sizes)
         for channel, plan in zip(pipeline.channels, plans, strict=True):
             channel.send(plan)

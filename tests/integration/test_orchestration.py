@@ -44,12 +44,12 @@ async def test_every_piece_of_work_of_every_step_is_recorded(transport: str) -> 
         {"recv", "forward", "send", "token_receive"},
         {"recv", "forward", "token_broadcast"},
     ]
-    for recorder, expected in zip(pipeline.recorders, kinds, strict=True):
-        assert {span.kind for span in recorder.spans} == expected
-        assert len(recorder.spans) == num_steps * len(expected), "one of each kind for every step"
-        assert all(0 < span.start_ns <= span.end_ns for span in recorder.spans)
-    sends = {span.step_id: span for span in pipeline.recorders[0].spans if span.kind == "send"}
-    recvs = {span.step_id: span for span in pipeline.recorders[1].spans if span.kind == "recv"}
+    for spans, expected in zip(pipeline.operations, kinds, strict=True):
+        assert {span.kind for span in spans} == expected
+        assert len(spans) == num_steps * len(expected), "one of each kind for every step"
+        assert all(0 < span.start_ns <= span.end_ns for span in spans)
+    sends = {span.step_id: span for span in pipeline.operations[0] if span.kind == "send"}
+    recvs = {span.step_id: span for span in pipeline.operations[1] if span.kind == "recv"}
     assert all(sends[step_id].start_ns < recvs[step_id].end_ns for step_id in sends), "data arrives after it was computed"
 
 

@@ -1,9 +1,6 @@
 import mmap
 import os
-import signal
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +12,6 @@ from metrics.catalog import (
     CATALOG,
     LAST_STEP_TIMESTAMP,
     REQUESTS_RUNNING,
-    STAGE_STATE,
-    STATES,
     STEP_ROWS,
     TRANSFER,
     TRANSFER_BYTES,
@@ -24,9 +19,9 @@ from metrics.catalog import (
     Place,
     Writer,
 )
-from metrics.layout import LAYOUT_WORD, NUM_SPANS, SPAN_KINDS, SPAN_WORDS, STATE_WORD, STATES_SINCE_WORD, WORD_BYTES, Layout
-from metrics.ledger import SPAN_KIND_INDEX, LedgerError, LedgerWriter, create_ledger, create_ledger_at
-from metrics.reader import Doing, HistogramValue, LedgerReader, Span, State
+from metrics.layout import LAYOUT_WORD, WORD_BYTES, Layout
+from metrics.ledger import LedgerError, LedgerWriter, create_ledger, create_ledger_at
+from metrics.reader import HistogramValue, LedgerReader
 
 RANK = Place(writer=Writer.RANK, rank=1, world_size=3)
 ENGINE = Place(writer=Writer.ENGINE, rank=-1, world_size=3)
@@ -99,66 +94,19 @@ def test_identity_and_life(writer: LedgerWriter, reader: LedgerReader) -> None:
     assert reader.is_alive()
 
 
-def test_the_states_add_up_to_the_time_that_passed(writer: LedgerWriter, reader: LedgerReader) -> None:
-    """Whatever was stored last: here the counter of a state that ended, and not yet the state that began."""
-    words, compute = writer.words, writer.counter(STAGE_STATE, "compute")
-    started = words[STATES_SINCE_WORD]
-    words[STATE_WORD] = STATES.index("compute")
-    compute.add(time.perf_counter_ns() - started)
-    before = time.perf_counter_ns()
-    times = reader.state_times()
-    assert before - started <= sum(times.values()) <= time.perf_counter_ns() - started
-    state = reader.state()
-    assert state is not None
-    assert state == State("compute", started + writer.words[writer.state_words()[0]])
-
-
-def test_times_of_states_never_go_down(writer: LedgerWriter, reader: LedgerReader) -> None:
-    """A state's end is heard of late: the reader has meanwhile counted too much for it."""
-    before = reader.state_times()["idle"]
-    writer.counter(STAGE_STATE, "compute").add(time.perf_counter_ns() - writer.words[STATES_SINCE_WORD])
-    assert reader.state_times()["idle"] >= before > 0
-
-
-class TestSpans:
-    def test_come_in_the_order_written(self, writer: LedgerWriter, reader: LedgerReader) -> None:
-        writer.add_span(SPAN_KIND_INDEX["recv"], 7, 0, 100, 200, 64)
-        writer.add_span(SPAN_KIND_INDEX["forward"], 7, -1, 200, 300, 5)
-        assert reader.spans() == [Span(7, "recv", 0, 100, 200, 64), Span(7, "forward", -1, 200, 300, 5)]
-        assert reader.spans(since_ns=201) == [Span(7, "forward", -1, 200, 300, 5)]
-
-    def test_the_last_ones_are_kept(self, writer: LedgerWriter, reader: LedgerReader) -> None:
-        assert NUM_SPANS >= 16384
-        for step in range(NUM_SPANS + 10):
-            writer.add_span(1, step, -1, step, step + 1)
-        spans = reader.spans()
-        assert [spans[0].step_id, spans[-1].step_id, len(spans)] == [10, NUM_SPANS + 9, NUM_SPANS]
-
-    @pytest.mark.parametrize("field", [0, SPAN_WORDS - 1])
-    def test_one_that_is_being_written_over_is_not_read(self, writer: LedgerWriter, reader: LedgerReader, field: int) -> None:
-        for step in range(3):
-            writer.add_span(1, step, -1, step, step + 1)
-        writer.words[writer.layout.spans_word + SPAN_WORDS + field] = 0
-        assert [span.step_id for span in reader.spans()] == [0, 2]
-
-
 class TestRestart:
     def test_counters_go_on_and_what_was_of_the_process_is_new(
         self, fd: int, writer: LedgerWriter, reader: LedgerReader
     ) -> None:
         writer.counter(TRANSFER_BYTES, "recv", "0").add(5)
         writer.gauge(LAST_STEP_TIMESTAMP).set(9)
-        writer.begin_operation("recv", 3, 77)
         writer.set_info(BUILD_INFO, version="1", python="3", torch="2")
-        assert reader.doing() == [Doing("recv", 3, 77)]
-        times = reader.state_times()
         restarted = LedgerWriter(os.dup(fd))
         assert restarted.num_processes == reader.identity.num_processes == 2
         restarted.counter(TRANSFER_BYTES, "recv", "0").add(2)
         assert reader.samples()["transfer_bytes_total"]["recv", "0"] == 7
         assert reader.samples()["last_step_timestamp_seconds"][()] == 0
-        assert (reader.doing(), reader.infos()) == ([], {})
-        assert all(reader.state_times()[state] >= ns for state, ns in times.items())
+        assert reader.infos() == {}
 
     def test_at_a_path(self, tmp_path: Path) -> None:
         path = tmp_path / "rank-1.ledger"
@@ -203,50 +151,9 @@ class TestRefusals:
             os.ftruncate(fd, mmap.PAGESIZE)
 
 
-WRITE_AND_HANG = """
-import os, sys, time
-from metrics.catalog import STEP_ROWS
-from metrics.ledger import LedgerWriter
-writer = LedgerWriter(int(sys.argv[1]))
-writer.histogram(STEP_ROWS).observe(3)
-writer.add_span(1, 41, -1, 10, 20, 3)
-writer.begin_operation("recv", 42, 30)
-print("written", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_stopped_and_then_killed_writer_can_be_read(fd: int, reader: LedgerReader) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", WRITE_AND_HANG, str(fd)], pass_fds=[fd], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"written\n"
-
-        def check() -> None:
-            assert reader.identity.process_id == process.pid
-            assert reader.histograms()["step_rows"][()].sum == 3
-            assert reader.spans() == [Span(41, "forward", -1, 10, 20, 3)]
-            assert reader.doing() == [Doing("recv", 42, 30)]
-
-        process.send_signal(signal.SIGSTOP)
-        check()
-        assert reader.is_alive()
-        before = reader.state_times()
-        assert reader.state_times()["idle"] > before["idle"], "time goes on for one that hangs"
-        process.kill()
-    check()
-    assert not reader.is_alive()
-    assert reader.state_times() == reader.state_times()
-
-
 def test_writer_of_the_engine(reader: LedgerReader) -> None:
     engine_fd = create_ledger(ENGINE)
     engine_reader = LedgerReader(os.dup(engine_fd))
     LedgerWriter(engine_fd).gauge(REQUESTS_RUNNING).set(3)
     assert engine_reader.samples()["requests_running"] == {(): 3}
     assert "stage_state_seconds_total" not in engine_reader.samples()
-
-
-def test_spans_kinds_are_numbered() -> None:
-    assert [SPAN_KINDS[index] for index in SPAN_KIND_INDEX.values()] == list(SPAN_KIND_INDEX)

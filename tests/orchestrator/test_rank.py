@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from metrics.recorder import SpanLog
 from orchestrator.control import Channel, ChannelClosed, memory_channel_pair
 from orchestrator.pipeline import agree_limits
 from orchestrator.rank import RankWorker
@@ -174,7 +173,7 @@ async def rig(monkeypatch: pytest.MonkeyPatch, awaited: list[tuple[str, str]]) -
             raise pending
         return pending
 
-    running = asyncio.create_task(RankWorker(3, theirs, open_stage, SpanLog()).run())
+    running = asyncio.create_task(RankWorker(3, theirs, open_stage, None).run())
     rig = Rig(ours, running, pendings, events)
     yield rig
     ours.abort()
@@ -335,7 +334,7 @@ async def ranks_on_links(transport: str) -> AsyncIterator[tuple[list[Channel], C
         for rank, (assembly, _) in enumerate(loaded):
             channel, theirs = memory_channel_pair((f"rank {rank}", "the engine"))
             channels.append(channel)
-            ranks.create_task(RankWorker(rank, theirs, assembly.open, SpanLog()).run())
+            ranks.create_task(RankWorker(rank, theirs, assembly.open, None).run())
         yield channels, begin
         for channel in channels:
             channel.send(Drain())

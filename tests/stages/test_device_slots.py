@@ -192,6 +192,8 @@ class Runner:
 class Boundary:
     """A transport that sends nothing."""
 
+    output_free = None
+
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         self._hidden = torch.empty(1, 4, device=gpu.torch_device)
