@@ -9,12 +9,10 @@ rank is the share of the time with load in which it neither computed nor transfe
 ``(wait_input + wait_slot + wait_token + host) / (1 - idle)``, of the states' rates.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
-
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
 PREFIX = "stagewire_"
 RANK_LABEL = "rank"
@@ -510,28 +508,3 @@ CATALOG = tuple(value for value in list(globals().values()) if isinstance(value,
 def metrics_of(writer: Writer) -> tuple[Metric, ...]:
     """What ``writer`` writes."""
     return tuple(metric for metric in CATALOG if writer in metric.writers)
-
-
-class Metrics:
-    """The request metrics of one registry, every series present from the start. A labelled one is a mapping from its value."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        disable_created_metrics()  # a second line for each series that nobody graphs
-        self.registry = registry
-        self.requests_finished = self._counters(REQUESTS_FINISHED)
-        self.requests_rejected = self._counters(REQUESTS_REJECTED)
-        self.requests_running = Gauge(REQUESTS_RUNNING.full_name, REQUESTS_RUNNING.help, registry=registry)
-        self.requests_waiting = Gauge(REQUESTS_WAITING.full_name, REQUESTS_WAITING.help, registry=registry)
-        self.prompt_tokens = Counter(PROMPT_TOKENS.full_name, PROMPT_TOKENS.help, registry=registry)
-        self.generated_tokens = Counter(GENERATED_TOKENS.full_name, GENERATED_TOKENS.help, registry=registry)
-        self.time_to_first_token = self._histogram(TIME_TO_FIRST_TOKEN)
-        self.inter_token_latency = self._histogram(INTER_TOKEN_LATENCY)
-        self.e2e_request_latency = self._histogram(E2E_REQUEST_LATENCY)
-
-    def _counters(self, metric: Metric) -> Mapping[str, Counter]:
-        family = Counter(metric.full_name, metric.help, metric.labels.names, registry=self.registry)
-        place = Place(writer=Writer.ENGINE, rank=-1, world_size=1)
-        return {values[0]: family.labels(*values) for values in metric.labels.series(place)}
-
-    def _histogram(self, metric: Metric) -> Histogram:
-        return Histogram(metric.full_name, metric.help, buckets=metric.buckets, registry=self.registry)

@@ -5,10 +5,12 @@ The engine holds no GPU and loads no torch, so it survives its ranks.
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from typing import cast
 
+from metrics.engine import EngineMetrics
 from orchestrator.control import Channel, ChannelClosed
 from orchestrator.pipeline import Pipeline, failure
 from orchestrator.request import EngineState, NotReady, Request, SamplingParams, ServedModel, TokenChunk
@@ -34,9 +36,12 @@ class Engine:
     ``open`` once, then ``serve_ranks`` for as long as it lives; ``generate`` while ``state`` is READY.
     """
 
-    def __init__(self, step_timeout_seconds: float = 10.0) -> None:
-        """``step_timeout_seconds``: how long no rank may make progress while a step is under way."""
-        self.state = EngineState.STARTING
+    def __init__(self, step_timeout_seconds: float = 10.0, metrics: EngineMetrics | None = None) -> None:
+        """``step_timeout_seconds``: how long no rank may make progress while a step is under way. ``metrics`` is None where
+        nothing is measured."""
+        self._metrics = metrics
+        self._num_preemptions = self._num_stale_rows = 0  # those that are counted
+        self._state = EngineState.STARTING
         self._step_timeout_seconds = step_timeout_seconds
         self._progress_at = 0.0  # of any rank, in the loop's time
         self._epoch = 0
@@ -51,6 +56,16 @@ class Engine:
         self._are_ranks_sent_home = False
         self._is_idle = asyncio.Event()
         self._is_idle.set()
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    @state.setter
+    def state(self, state: EngineState) -> None:
+        self._state = state
+        if self._metrics is not None:
+            self._metrics.is_ready.set(state is EngineState.READY)
 
     @property
     def num_waiting(self) -> int:
@@ -80,6 +95,8 @@ class Engine:
         self.stage_seconds = [0.0] * len(pipeline.channels)
         self._scheduler = scheduler
         self.served_model = model
+        if self._metrics is not None:
+            self._metrics.lane_depth.set(scheduler.config.lane_depth)
 
     async def serve_ranks(self) -> None:
         """Listen to every rank until all have been sent home and are gone.
@@ -211,6 +228,7 @@ class Engine:
         scheduler = self.scheduler
         # A rank that lags behind the results may hold at most lane depth + 1 unfinished plans; planning stops, nothing blocks.
         while self.state is not EngineState.FAILED and len(self._unfinished) <= scheduler.config.lane_depth:
+            started_at_ns = time.perf_counter_ns()
             plan = scheduler.schedule()
             if plan is None:
                 break
@@ -220,8 +238,30 @@ class Engine:
             self._unfinished[plan.step_id] = (plan_hash(payload), set(range(len(self._channels))))
             for channel in self._channels:
                 self._send(channel, payload)
+            self._note_planned(plan, started_at_ns)
+        if self._metrics is not None:
+            self._measure(self._metrics)
         if not self._streams and scheduler.num_in_flight == 0:
             self._is_idle.set()
+
+    def _note_planned(self, plan: StepPlan, at_ns: int) -> None:
+        for row in plan.rows:
+            if row.sampling is not None and (request := self.scheduler.request_at(row.slot)) is not None:
+                request.planned_at_ns = request.planned_at_ns or at_ns
+        if self._metrics is not None:
+            self._metrics.schedule.observe(time.perf_counter_ns() - at_ns)
+
+    def _measure(self, metrics: EngineMetrics) -> None:
+        scheduler = self.scheduler
+        metrics.requests_running.set(scheduler.num_running)
+        metrics.requests_waiting.set(scheduler.num_waiting)
+        metrics.steps_in_flight.set(scheduler.num_in_flight)
+        if scheduler.num_preemptions != self._num_preemptions:
+            metrics.preemptions.add(scheduler.num_preemptions - self._num_preemptions)
+            self._num_preemptions = scheduler.num_preemptions
+        if scheduler.num_stale_rows != self._num_stale_rows:
+            metrics.stale_results.add(scheduler.num_stale_rows - self._num_stale_rows)
+            self._num_stale_rows = scheduler.num_stale_rows
 
     def _send(self, channel: Channel, encoded_plan: bytes) -> None:
         with suppress(ChannelClosed):  # its listener ends the epoch

@@ -92,7 +92,8 @@ class TokenChunk:
 
     A token that ended the generation (end of sequence or a stop token) is in ``token_ids``; ``stop_token_id`` names it.
     ``logprobs`` has one entry for each token if they were asked for, and the first chunk has those of the prompt's tokens, from
-    the second on, in ``prompt_logprobs``.
+    the second on, in ``prompt_logprobs``, and in ``planned_at_ns`` when the request was first part of a plan
+    (``time.perf_counter_ns``; 0 where that is not known).
     """
 
     token_ids: list[int]
@@ -100,6 +101,7 @@ class TokenChunk:
     stop_token_id: int | None = None
     logprobs: Sequence[TokenLogprobs] = ()
     prompt_logprobs: Sequence[TokenLogprobs] = ()
+    planned_at_ns: int = 0
 
 
 class QueueFull(StagewireError):
@@ -134,6 +136,7 @@ class Request:
     seed: int
     token_ids: list[int] = field(default_factory=list[int])
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    planned_at_ns: int = 0  # set by the engine
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)

@@ -113,6 +113,11 @@ class Scheduler:
         """Every unfinished request, by arrival."""
         return [sequence.request for sequence in sorted(self._sequences.values(), key=lambda s: s.arrival)]
 
+    def request_at(self, slot: int) -> Request | None:
+        """Whose sequence slot it is now."""
+        sequence = self._seats[slot]
+        return None if sequence is None else sequence.request
+
     def add(self, request: Request) -> None:
         """Queue a request. ``QueueFull`` above ``max_waiting``; ``ConfigError`` when it can never be served."""
         if len(self._waiting) >= self.config.max_waiting:
@@ -353,12 +358,14 @@ class Scheduler:
 
     def _append(self, sequence: _Sequence, row: SampledRow, step_id: int) -> TokenChunk:
         request, params = sequence.request, sequence.request.params
-        prompt_logprobs = request.prompt_logprobs if request.num_generated == 0 else ()
+        is_first = request.num_generated == 0
+        prompt_logprobs = request.prompt_logprobs if is_first else ()
+        planned_at_ns = request.planned_at_ns if is_first else 0
         sequence.is_prefilling = False
         sequence.token_step_id = step_id
         if params.max_tokens == 0:  # the prompt is computed, which is all that was asked for
             self._remove(sequence)
-            return TokenChunk([], FinishReason.LENGTH, prompt_logprobs=prompt_logprobs)
+            return TokenChunk([], FinishReason.LENGTH, prompt_logprobs=prompt_logprobs, planned_at_ns=planned_at_ns)
         new_token_ids: list[int] = []
         finish_reason: FinishReason | None = None
         stop_token_id: int | None = None
@@ -373,7 +380,8 @@ class Scheduler:
             if finish_reason is not None:
                 self._remove(sequence)
                 break
-        return TokenChunk(new_token_ids, finish_reason, stop_token_id, row.logprobs[: len(new_token_ids)], prompt_logprobs)
+        logprobs = row.logprobs[: len(new_token_ids)]
+        return TokenChunk(new_token_ids, finish_reason, stop_token_id, logprobs, prompt_logprobs, planned_at_ns)
 
     def _sequence_of(self, row: SampledRow | ScoredRow) -> _Sequence | None:
         """Whose row it is; None when that one has left its seat."""

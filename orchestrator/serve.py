@@ -15,10 +15,11 @@ from typing import Any
 
 import uvicorn
 import uvloop
-from prometheus_client import CollectorRegistry
 
-from metrics.catalog import Metrics, Place, Writer
-from metrics.ledger import create_ledger
+from metrics.catalog import Place, Writer
+from metrics.engine import EngineMetrics
+from metrics.ledger import LedgerWriter, create_ledger
+from orchestrator import __version__
 from orchestrator.api.app import create_app
 from orchestrator.config import ServeConfig
 from orchestrator.devices import CPU, check_devices, choose_devices, gpus_found
@@ -26,6 +27,7 @@ from orchestrator.engine import Engine
 from orchestrator.exporter import ExporterProcess
 from orchestrator.launch import Launcher, rank_environment, run_child
 from orchestrator.loading import create_progress, describe_loads
+from orchestrator.loop_lag import watch_loop_lag
 from orchestrator.pipeline import Pipeline, PipelineConfig, assemble, describe
 from orchestrator.request import ServedModel, ShutDown
 from orchestrator.scheduler import Scheduler, SchedulerConfig
@@ -104,13 +106,14 @@ class _Worker:
         self._ledgers = _create_ledgers(config.pipeline_parallel_size)
         self._exporter = ExporterProcess(metrics_sock, self._ledgers)
         self._started_at = started_at
-        self._engine = Engine(config.step_timeout)
+        self._metrics = EngineMetrics(LedgerWriter(os.dup(self._ledgers[-1])))
+        self._engine = Engine(config.step_timeout, self._metrics)
         self._tokenizer: Tokenizer | None = None
         self._launcher = Launcher()
         self._is_stopping = asyncio.Event()  # the first SIGTERM or SIGINT
         self._is_aborting = asyncio.Event()  # the second
         exporter = metrics_sock.getsockname()[:2]
-        app = create_app(self._engine, lambda: self._tokenizer, config, Metrics(CollectorRegistry()), exporter)
+        app = create_app(self._engine, lambda: self._tokenizer, config, self._metrics, exporter)
         self._http = _HttpServer(
             uvicorn.Config(
                 app, loop="none", lifespan="off", log_config=None, log_level="warning", access_log=False, server_header=False
@@ -123,6 +126,7 @@ class _Worker:
             loop.add_signal_handler(signum, self._on_signal)
         http = asyncio.create_task(self._http.serve(sockets=[self._sock]), name="http")
         exporting = asyncio.create_task(self._exporter.keep_running(), name="exporter")
+        watching = asyncio.create_task(watch_loop_lag(self._metrics.loop_lag), name="loop lag")
         try:
             return await self._live()
         except RankLost as exc:
@@ -133,8 +137,9 @@ class _Worker:
                 async with asyncio.timeout(ERROR_EVENTS_SECONDS):
                     await http
             self._launcher.kill()
-            exporting.cancel()
-            await asyncio.gather(exporting, return_exceptions=True)
+            for task in (exporting, watching):
+                task.cancel()
+            await asyncio.gather(exporting, watching, return_exceptions=True)
             for fd in self._ledgers:
                 os.close(fd)
 
@@ -211,6 +216,21 @@ class _Worker:
             created=int(time.time()),
         )
         self._engine.open(pipeline, scheduler, served)
+        self._metrics.describe(
+            __version__,
+            {
+                "model": served.name,
+                "dtype": pipeline.offers[0].boundary[0].dtype if pipeline.offers[0].boundary else config.dtype,
+                "device": config.device,
+                "pipeline_parallel_size": len(pipeline.channels),
+                "pp_transport": pipeline.transport,
+                "max_num_seqs": limits.max_num_seqs,
+                "max_num_batched_tokens": limits.max_num_batched_tokens,
+                "max_model_len": limits.max_model_len,
+                "block_size": limits.block_size,
+                "ring_slots": limits.ring_slots,
+            },
+        )
         self._pipeline = pipeline
 
     async def _probe(self) -> None:
@@ -239,7 +259,8 @@ class _Worker:
         ranks = list(range(num_ranks))
         groups = [ranks] if config.pp_transport == "memory" else [[rank] for rank in ranks]
         argv = [sys.executable, "-m", "orchestrator.rank_main", "--log-level", config.log_level]
-        await self._launcher.start(groups, lambda _: argv, rank_environment(os.environ, num_threads))
+        ledgers = dict(zip(ranks, self._ledgers, strict=False))  # the engine's is the last
+        await self._launcher.start(groups, lambda _: argv, rank_environment(os.environ, num_threads), ledgers)
         max_model_len = config.max_model_len or model.max_model_len
         setups = [
             Setup(

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from metrics.catalog import Metrics
+from metrics.engine import EngineMetrics
 from orchestrator.api.chat import Chat
 from orchestrator.api.completions import Completions
 from orchestrator.api.endpoint import GenerationEndpoint, Service, TokenizerProvider
@@ -28,7 +28,7 @@ _HTTP_MESSAGES = {
 
 
 def create_app(
-    engine: EngineClient, tokenizer_provider: TokenizerProvider, config: ServeConfig, metrics: Metrics, exporter: Address
+    engine: EngineClient, tokenizer_provider: TokenizerProvider, config: ServeConfig, metrics: EngineMetrics, exporter: Address
 ) -> Starlette:
     """The application. It can be served before the engine is ready: ``tokenizer_provider`` gives None until then.
 

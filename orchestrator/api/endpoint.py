@@ -10,7 +10,7 @@ from typing import Any, Generic
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from metrics.catalog import Metrics
+from metrics.engine import EngineMetrics
 from orchestrator import __version__
 from orchestrator.api import events
 from orchestrator.api.body import ClientGone, decode_body, read_body
@@ -41,7 +41,7 @@ class Service:
     engine: EngineClient
     tokenizer_provider: TokenizerProvider
     config: ServeConfig
-    metrics: Metrics
+    metrics: EngineMetrics
 
     def require_model(self) -> tuple[ServedModel, Tokenizer]:
         """``NotReady`` unless requests are admitted."""
@@ -67,7 +67,7 @@ class GenerationEndpoint(Generic[R]):
         self._decoder = msgspec.json.Decoder(dialect.request_type)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrived_at = time.perf_counter()
+        arrived_at_ns = time.perf_counter_ns()
         answer = Answer(scope, receive, send)
         try:
             body = await read_body(scope, receive, self._service.config.max_body_bytes)
@@ -76,12 +76,12 @@ class GenerationEndpoint(Generic[R]):
         except ApiError as exc:
             await self._refuse(answer, exc)
             return
-        await run_until_disconnect(receive, self._respond(answer, body, arrived_at))
+        await run_until_disconnect(receive, self._respond(answer, body, arrived_at_ns))
 
-    async def _respond(self, answer: Answer, body: bytes, arrived_at: float) -> None:
+    async def _respond(self, answer: Answer, body: bytes, arrived_at_ns: int) -> None:
         try:
             request = decode_body(self._decoder, body)
-            delivery = await self._begin(answer, request, arrived_at)
+            delivery = await self._begin(answer, request, arrived_at_ns)
         except Exception as exc:  # noqa: BLE001  the request's edge: whatever it is, the client is told
             await self._refuse(answer, to_api_error(exc))
             return
@@ -100,7 +100,7 @@ class GenerationEndpoint(Generic[R]):
             else:
                 await error_response(error)(answer.scope, answer.receive, answer.send)
 
-    async def _begin(self, answer: Answer, request: R, arrived_at: float) -> Delivery:
+    async def _begin(self, answer: Answer, request: R, arrived_at_ns: int) -> Delivery:
         service, dialect = self._service, self._dialect
         model, tokenizer = service.require_model()
         check_model(request.model, model)
@@ -130,7 +130,7 @@ class GenerationEndpoint(Generic[R]):
                 prompt=prompt,
                 params=params,
                 text_options=text_options,
-                arrived_at=arrived_at,
+                arrived_at_ns=arrived_at_ns,
             )
             for index, (prompt, params) in enumerate(to_generate)
         ]
@@ -151,7 +151,7 @@ class GenerationEndpoint(Generic[R]):
     async def _refuse(self, answer: Answer, error: ApiError) -> None:
         metrics = self._service.metrics
         if error.status == 500:
-            metrics.requests_finished["error"].inc()
+            metrics.requests_finished["error"].add()
         else:
-            metrics.requests_rejected[_REJECTIONS.get(error.status, "invalid")].inc()
+            metrics.requests_rejected[_REJECTIONS.get(error.status, "invalid")].add()
         await error_response(error)(answer.scope, answer.receive, answer.send)

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from types import TracebackType
 
-from metrics.catalog import Metrics
+from metrics.engine import EngineMetrics
 from orchestrator.api.engine_client import EngineClient
 from orchestrator.api.errors import ApiError
 from orchestrator.api.logprobs import ToldToken
@@ -46,7 +46,7 @@ class Generation:
     def __init__(
         self,
         engine: EngineClient,
-        metrics: Metrics,
+        metrics: EngineMetrics,
         tokenizer: Tokenizer,
         *,
         index: int,
@@ -54,9 +54,9 @@ class Generation:
         prompt: Prompt,
         params: SamplingParams,
         text_options: TextOptions,
-        arrived_at: float,
+        arrived_at_ns: int,
     ) -> None:
-        """``arrived_at`` is a ``time.perf_counter()``."""
+        """``arrived_at_ns`` is a ``time.perf_counter_ns()``."""
         skips_special = text_options.skips_special_tokens
         self.index = index
         self._metrics = metrics
@@ -71,9 +71,10 @@ class Generation:
         self._stop_token_ids = params.stop_token_ids
         self._num_prompt_tokens = len(prompt.token_ids)
         self._num_generated = 0
-        self._is_first_chunk = True
-        self._arrived_at = arrived_at
-        self._last_chunk_at = 0.0
+        self._arrived_at_ns = arrived_at_ns
+        self._planned_at_ns = 0
+        self._first_chunk_at_ns = 0
+        self._last_chunk_at_ns = 0
         self._chunks = engine.generate(request_id, prompt.token_ids, params)
         self.is_refused = False  # by the engine, known when the context is left
         self.finish_reason: FinishReason | None = None
@@ -91,7 +92,7 @@ class Generation:
     ) -> None:
         self.is_refused = self._num_generated == 0 and isinstance(exc, (QueueFull, NotReady, ConfigError))
         if not self.is_refused:
-            self._metrics.requests_finished[self._outcome(exc)].inc()
+            self._metrics.requests_finished[self._outcome(exc)].add()
         await self._chunks.aclose()
 
     def _outcome(self, exc: BaseException | None) -> str:
@@ -120,29 +121,31 @@ class Generation:
             raise _given_up() from None
         if chunk.finish_reason is FinishReason.ABORT:
             raise _given_up()
-        self._measure(len(chunk.token_ids))
+        self._measure(chunk)
         told = () if self._told is None else self._told.next(chunk)
+        started_at_ns = time.perf_counter_ns()
         if chunk.finish_reason is None:
             text = self._detokenizer.push(chunk.token_ids)
         else:
             shown = chunk.token_ids if chunk.stop_token_id is None else chunk.token_ids[:-1]
             text = self._detokenizer.push(shown) + self._detokenizer.flush()
+        self._metrics.detokenize.observe(time.perf_counter_ns() - started_at_ns)
         if self._echo:
             text, self._echo = self._echo + text, ""
         self._finish(chunk.finish_reason, chunk.stop_token_id)
         return text, told
 
-    def _measure(self, num_tokens: int) -> None:
-        now = time.perf_counter()
-        if self._is_first_chunk:
-            self._is_first_chunk = False
-            self._metrics.time_to_first_token.observe(now - self._arrived_at)
-            self._metrics.prompt_tokens.inc(self._num_prompt_tokens)
+    def _measure(self, chunk: TokenChunk) -> None:
+        now, metrics = time.perf_counter_ns(), self._metrics
+        if not self._first_chunk_at_ns:
+            self._first_chunk_at_ns, self._planned_at_ns = now, chunk.planned_at_ns
+            metrics.time_to_first_token.observe(now - self._arrived_at_ns)
+            metrics.prompt_tokens.add(self._num_prompt_tokens)
         else:
-            self._metrics.inter_token_latency.observe(now - self._last_chunk_at)
-        self._metrics.generated_tokens.inc(num_tokens)
-        self._num_generated += num_tokens
-        self._last_chunk_at = now
+            metrics.inter_token_latency.observe(now - self._last_chunk_at_ns)
+        metrics.generated_tokens.add(len(chunk.token_ids))
+        self._num_generated += len(chunk.token_ids)
+        self._last_chunk_at_ns = now
 
     def _finish(self, reason: FinishReason | None, stop_token_id: int | None) -> None:
         if self._detokenizer.stopped_by is not None:  # the engine knows nothing of stop strings: closing it ends the request
@@ -151,7 +154,18 @@ class Generation:
             self.stop_reason = stop_token_id
         if reason is not None:
             self.finish_reason = reason
-            self._metrics.e2e_request_latency.observe(self._last_chunk_at - self._arrived_at)
+            self._measure_whole()
+
+    def _measure_whole(self) -> None:
+        """The request's time, and its phases, which add up to it."""
+        metrics, arrived, planned = self._metrics, self._arrived_at_ns, self._planned_at_ns or self._first_chunk_at_ns
+        metrics.e2e_request_latency.observe(self._last_chunk_at_ns - arrived)
+        metrics.request_phase["queue"].observe(planned - arrived)
+        metrics.request_phase["prefill"].observe(self._first_chunk_at_ns - planned)
+        decode_ns = self._last_chunk_at_ns - self._first_chunk_at_ns
+        metrics.request_phase["decode"].observe(decode_ns)
+        if self._num_generated > 1:
+            metrics.time_per_output_token.observe(decode_ns // (self._num_generated - 1))
 
 
 class ToldTokens:

@@ -16,9 +16,6 @@ class Probes:
     def __init__(self, service: Service, relay: MetricsRelay) -> None:
         self._service = service
         self._relay = relay
-        engine, metrics = service.engine, service.metrics
-        metrics.requests_running.set_function(lambda: engine.num_running)
-        metrics.requests_waiting.set_function(lambda: engine.num_waiting)
 
     async def livez(self, request: Request) -> Response:
         """200 while the process lives."""

@@ -11,10 +11,8 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM
 
-from metrics.catalog import Metrics
 from orchestrator.api.app import create_app
 from orchestrator.config import ServeConfig
 from orchestrator.engine import Engine
@@ -22,6 +20,7 @@ from orchestrator.request import SamplingParams, TokenChunk
 from orchestrator.tokenizer import Tokenizer
 from stages.model.source import ModelSource
 from tests.integration.test_parity import model_slices
+from tests.ledgers import EngineLedger
 from tests.local_pipeline import LocalPipeline, local_pipeline
 from tests.orchestrator.small_tokenizer import write_tokenizer
 from tests.served_engine import Sizes
@@ -125,7 +124,7 @@ class Client:
 async def serving(reference: Reference, num_stages: int, sizes: Sizes | None = None) -> AsyncIterator[Client]:
     async with local_pipeline(model_slices(reference.source, num_stages), "memory", sizes or Sizes()) as pipeline:
         listener = Listener(pipeline.engine)
-        metrics = Metrics(CollectorRegistry())
+        metrics = EngineLedger().metrics
         app = create_app(listener, lambda: reference.tokenizer, ServeConfig(), metrics, NO_EXPORTER)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://stagewire", timeout=60) as http:

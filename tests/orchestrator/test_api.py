@@ -9,13 +9,11 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from metrics.catalog import Metrics
 from orchestrator import __version__
 from orchestrator.api.app import create_app
 from orchestrator.api.schema import ChatRequest, CompletionRequest
@@ -23,6 +21,7 @@ from orchestrator.config import ServeConfig
 from orchestrator.request import EngineState, FinishReason, NotReady, QueueFull, TokenChunk
 from orchestrator.tokenizer import Tokenizer
 from stages.errors import ConfigError, StageFailed
+from tests.ledgers import EngineLedger
 from tests.orchestrator.fake_engine import MODEL, FakeEngine, chunks
 from tests.orchestrator.small_tokenizer import write_tokenizer
 
@@ -43,7 +42,8 @@ class Server:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.engine = FakeEngine()
         self.tokenizer: Tokenizer | None = tokenizer
-        self.metrics = Metrics(CollectorRegistry())
+        ledger = EngineLedger()
+        self.metrics, self.value = ledger.metrics, ledger.value
         self.config = ServeConfig(max_body_bytes=16384)
         self.app = self.create_app(NOWHERE)
 
@@ -54,18 +54,13 @@ class Server:
         assert self.tokenizer is not None
         self.engine.script = chunks(self.tokenizer.encode(text), reason)
 
-    def value(self, name: str, **labels: str) -> float:
-        found = self.metrics.registry.get_sample_value("stagewire_" + name, labels)
-        assert found is not None, name
-        return found
-
     def finished(self) -> dict[str, float]:
         reasons = ("stop", "length", "abort", "error")
-        return {reason: n for reason in reasons if (n := self.value("requests_finished_total", reason=reason))}
+        return {reason: n for reason in reasons if (n := self.value("requests_finished_total", reason))}
 
     def rejected(self) -> dict[str, float]:
         reasons = ("queue_full", "not_ready", "invalid")
-        return {reason: n for reason in reasons if (n := self.value("requests_rejected_total", reason=reason))}
+        return {reason: n for reason in reasons if (n := self.value("requests_rejected_total", reason))}
 
 
 @pytest.fixture
@@ -624,6 +619,10 @@ class TestProbes:
         assert server.value("time_to_first_token_seconds_count") == 1
         assert server.value("inter_token_latency_seconds_count") == 2
         assert server.value("e2e_request_latency_seconds_count") == 1
+        assert server.value("time_per_output_token_seconds_count") == 1
+        phases = sum(server.value("request_phase_seconds_sum", phase) for phase in ("queue", "prefill", "decode"))
+        assert phases == pytest.approx(server.value("e2e_request_latency_seconds_sum"))
+        assert server.value("detokenize_seconds_count") == 3
 
 
 class TestOverASocket:
