@@ -28,6 +28,8 @@ from metrics.catalog import (
     transfers,
 )
 from metrics.layout import (
+    COMPUTED_FOLDED_WORD,
+    COMPUTED_WORD,
     LANES_WORD,
     NUM_BEGUN_WORD,
     NUM_ENDED_WORD,
@@ -49,6 +51,7 @@ from metrics.steps import (
     NUM_LANES,
     RECV,
     SEND,
+    UNLINKED,
     Clock,
     StepRecord,
     account,
@@ -94,7 +97,9 @@ class Folder:
             first, records = copy_records(self._reader, words[NUM_FOLDED_WORD])
             if not records:
                 break
-            words[NUM_LOST_WORD] += first - words[NUM_FOLDED_WORD]
+            if num_lost := first - words[NUM_FOLDED_WORD]:
+                words[NUM_LOST_WORD] += num_lost
+                words[UNTIL_WORD] = max(records[0].begun_ns, words[UNTIL_WORD])
             for record in records:
                 self._fold_record(record)
             words[NUM_FOLDED_WORD] = first + len(records)
@@ -103,9 +108,14 @@ class Folder:
 
     def _fold_record(self, record: StepRecord) -> None:
         words = self._words
-        if record.step_id == ATTACHED:
+        if record.step_id in (ATTACHED, UNLINKED):
+            if record.step_id == UNLINKED:  # what was under way is told by no other record
+                state = "idle" if not record.num_rows else "wait_token" if self._is_first else "wait_input"
+                words[self._states[state]] += max(record.begun_ns - words[UNTIL_WORD], 0)
             words[UNTIL_WORD] = words[TOKENS_AT_WORD] = record.begun_ns
+            words[COMPUTED_FOLDED_WORD] = words[COMPUTED_WORD]
             return
+        words[COMPUTED_FOLDED_WORD] += record.forward_ended_ns - record.forward_began_ns
         clock = Clock(words[UNTIL_WORD], words[TOKENS_AT_WORD])
         stretches, clock = account(record, clock, is_first=self._is_first, is_last=self._is_last)
         spent: dict[str, int] = dict.fromkeys(STATES, 0)

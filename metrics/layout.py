@@ -63,12 +63,15 @@ NEEDED_STEP_WORD = 18  # the newest step whose tokens it needs
 NUM_ENDED_WORD = 20  # a word for each lane
 SINCE_WORD = 24  # a word for each lane: when its last operation ended, or when the one it is at was begun, if that is later
 LANES_WORD = 28  # a bit for each lane that the rank has
+COMPUTED_WORD = 29  # time in forwards that have ended, of all processes together
+IDLE_UNTIL_WORD = 30  # when the rank last took up a plan after it had had nothing to do
 
 # Written by whoever folds the records into counters (``metrics.fold``).
 NUM_FOLDED_WORD = 32
 NUM_LOST_WORD = 33  # records that were written over before they were folded
 UNTIL_WORD = 34  # up to when the states' counters account for the time
 TOKENS_AT_WORD = 35
+COMPUTED_FOLDED_WORD = 36  # of ``COMPUTED_WORD``, what the records had that were folded
 HEADER_WORDS = 48
 
 WRITERS = ("rank", "engine")

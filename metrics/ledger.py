@@ -158,20 +158,22 @@ class Gauge:
 
 
 class Histogram:
-    """Observations, counted by bucket. Of a time, in nanoseconds."""
+    """Observations, counted by bucket. Of a time, in nanoseconds. One of these for each series: it keeps what it has written,
+    which is quicker than to read it back."""
 
-    __slots__ = ("_bounds", "_first", "_sum", "_words")
+    __slots__ = ("_bounds", "_counts", "_first", "_sum", "_sum_word", "_words")
 
     def __init__(self, words: Words, first: int, bounds: tuple[int, ...]) -> None:
         self._words = words
         self._first = first
         self._bounds = bounds
-        self._sum = first + len(bounds) + 1
+        self._sum_word = first + len(bounds) + 1
+        *self._counts, self._sum = words[first : self._sum_word + 1]
 
     def observe(self, value: int) -> None:
-        words = self._words
-        words[self._first + bisect_left(self._bounds, value)] += 1
-        words[self._sum] += value
+        words, bucket = self._words, bisect_left(self._bounds, value)
+        words[self._first + bucket] = self._counts[bucket] = self._counts[bucket] + 1
+        words[self._sum_word] = self._sum = self._sum + value
 
 
 class LedgerWriter:

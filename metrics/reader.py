@@ -29,6 +29,9 @@ from typing import NamedTuple, cast
 
 from metrics.catalog import STAGE_STATE, STATES, Kind, LabelValues, Place, Writer
 from metrics.layout import (
+    COMPUTED_FOLDED_WORD,
+    COMPUTED_WORD,
+    IDLE_UNTIL_WORD,
     INFO_LENGTH_WORD,
     INFO_VERSION_WORD,
     LANES_WORD,
@@ -52,7 +55,7 @@ from metrics.layout import (
     SpanKind,
 )
 from metrics.ledger import place_of, process_start
-from metrics.steps import ATTACHED, FORWARD, NUM_LANES, RECV, SEND, TOKENS, Clock, Span, StepRecord, account, spans_of
+from metrics.steps import ATTACHED, FORWARD, NUM_LANES, RECV, SEND, TOKENS, UNLINKED, Clock, Span, StepRecord, account, spans_of
 
 _NANO = 1e-9
 _NUM_TRIES = 3  # to read infos that are being written: that takes microseconds, and a stopped writer must not stop us
@@ -228,11 +231,36 @@ class LedgerReader:
         """Nanoseconds spent in each state up to now, for as far as the records are folded. They never go down, though the end
         of a state is heard of late."""
         times = {state: self._words[self.layout.find(STAGE_STATE, (state,)).first] for state in STATES}
-        until_ns = self._words[UNTIL_WORD]
-        if until_ns and self.is_alive():
-            times[self._present_state()] += max(time.perf_counter_ns() - until_ns, 0)
+        if self._words[UNTIL_WORD] and self.is_alive():
+            for state, ns in self._open_times(time.perf_counter_ns()).items():
+                times[state] += ns
         for state, ns in times.items():
             self._highest[state] = times[state] = max(ns, self._highest.get(state, 0))
+        return times
+
+    def _open_times(self, now_ns: int) -> dict[str, int]:
+        """How the time is spent that no record accounts for yet: since the last step of which everything has ended."""
+        words = self._words
+        waiting = "wait_token" if self.place.rank == 0 else "wait_input"
+        until_ns, state = words[UNTIL_WORD], self._present_state()
+        left = max(now_ns - until_ns, 0)
+        times = {"compute": 0, "idle": 0, waiting: 0, state: 0}
+
+        def give(state: str, ns: int) -> None:
+            nonlocal left
+            times[state] += min(max(ns, 0), left)
+            left -= min(max(ns, 0), left)
+
+        give("compute", words[COMPUTED_WORD] - words[COMPUTED_FOLDED_WORD])  # of steps whose tokens are to come
+        give("idle", words[IDLE_UNTIL_WORD] - until_ns)
+        if state == "idle":
+            if self._has(TOKENS) and self.place.rank != self.place.world_size - 1:
+                give(waiting, words[SINCE_WORD + TOKENS] - until_ns)
+        elif state in ("compute", "wait_token"):
+            since_ns = max(words[SINCE_WORD + FORWARD], words[SINCE_WORD + RECV] if self._has(RECV) else 0)
+            give(state, now_ns - since_ns)
+            state = waiting
+        give(state, left)
         return times
 
     def doing(self) -> list[Doing]:
@@ -268,7 +296,7 @@ class LedgerReader:
         spans: list[Span] = []
         clock: Clock | None = None
         for record in records:
-            if record.step_id == ATTACHED:
+            if record.step_id in (ATTACHED, UNLINKED):
                 clock = Clock(record.begun_ns, record.begun_ns)
                 continue
             clock = clock or Clock(record.begun_ns, record.begun_ns)

@@ -19,6 +19,8 @@ from metrics.catalog import (
     peers,
 )
 from metrics.layout import (
+    COMPUTED_WORD,
+    IDLE_UNTIL_WORD,
     LANES_WORD,
     LAST_STEP_WORD,
     NEEDED_STEP_WORD,
@@ -45,6 +47,7 @@ from metrics.steps import (
     SENDS_ON_COMPUTE,
     TOKENS,
     TOKENS_ON_COMPUTE,
+    UNLINKED,
     StepRecord,
 )
 
@@ -120,7 +123,9 @@ class StepRecorder:
         self._kv_used = layout.find(KV_BLOCKS, ("used",)).first
         self._kv_free = layout.find(KV_BLOCKS, ("free",)).first
         self._stale_rows = writer.counter(STALE_ROWS)
-        self._num_stale = 0
+        self._num_stale = self._num_blocks = 0
+        self._num_begun, self._num_ended = 0, [0] * NUM_LANES  # as in the ledger
+        self._num_records, self._computed = words[NUM_RECORDS_WORD], words[COMPUTED_WORD]
         self._errors = {
             values[0]: writer.counter(TRANSFER_ERRORS, *values) for values in TRANSFER_ERRORS.labels.series(writer.place)
         }
@@ -154,7 +159,8 @@ class StepRecorder:
         """The links of an epoch work. ``lanes`` are those of this stage; ``row_bytes`` one token's hidden states have."""
         words = self._words
         words[ROW_BYTES_WORD], words[NUM_SLOTS_WORD] = row_bytes, num_slots
-        words[NUM_BEGUN_WORD] = 0
+        words[NUM_BEGUN_WORD] = self._num_begun = 0
+        self._num_ended = [0] * NUM_LANES
         for lane in range(NUM_LANES):
             words[NUM_ENDED_WORD + lane] = 0
         words[LANES_WORD] = sum(1 << lane for lane in lanes)
@@ -166,8 +172,10 @@ class StepRecorder:
         self._set_connected(1)
 
     def unlinked(self) -> None:
-        """Its epoch has ended."""
-        self._words[LANES_WORD] = 0  # nothing is under way any more
+        """Its epoch has ended: nothing is under way any more."""
+        is_busy = self._num_begun > self._num_ended[FORWARD]
+        self._write(StepRecord(UNLINKED, perf_counter_ns(), int(is_busy), 0, 0, 0, 0))
+        self._words[LANES_WORD] = 0
         self._set_connected(0)
 
     def failed(self, kind: str) -> None:
@@ -182,21 +190,26 @@ class StepRecorder:
     # ---- every step -------------------------------------------------------------------------------------------------
 
     def begin(self, plan: Plan, begun_ns: int) -> None:
-        words = self._words
-        begun = words[NUM_BEGUN_WORD]
-        if words[NUM_ENDED_WORD + FORWARD] == begun:
+        words, ended, begun = self._words, self._num_ended, self._num_begun
+        if ended[FORWARD] == begun:
             words[SINCE_WORD + FORWARD] = words[SINCE_WORD + RECV] = words[SINCE_WORD + SEND] = begun_ns
-        if words[NUM_ENDED_WORD + TOKENS] == begun:
+            if not plan.needs_tokens_of and ended[TOKENS] in (begun, 0):
+                words[IDLE_UNTIL_WORD] = begun_ns
+        if ended[TOKENS] == begun:
             words[SINCE_WORD + TOKENS] = begun_ns
         words[LAST_STEP_WORD] = plan.step_id
         if needed := plan.needs_tokens_of:
             words[NEEDED_STEP_WORD] = needed[-1]
-        words[NUM_BEGUN_WORD] = begun + 1
+        words[NUM_BEGUN_WORD] = self._num_begun = begun + 1
+
+    def forwarded(self, start_ns: int, end_ns: int) -> None:
+        """A forward has ended: ``ended`` is told of it next."""
+        self._words[COMPUTED_WORD] = self._computed = self._computed + end_ns - start_ns
 
     def ended(self, lane: int, woke_ns: int) -> None:
         """``woke_ns``: about now."""
-        words = self._words
-        words[NUM_ENDED_WORD + lane] += 1
+        words, ended = self._words, self._num_ended
+        words[NUM_ENDED_WORD + lane] = ended[lane] = ended[lane] + 1
         words[SINCE_WORD + lane] = woke_ns
 
     def finish(
@@ -238,8 +251,7 @@ class StepRecorder:
                 send_device = round(send.end.seconds_since(send.start) * 1e9)
             if tokens is not None and recv is not None and send is None:
                 tokens_device = round(tokens.end.seconds_since(tokens.start) * 1e9)
-        words = self._words
-        number = words[NUM_RECORDS_WORD]
+        words, number = self._words, self._num_records
         first = self._records_word + number % NUM_RECORDS * RECORD_WORDS
         words[first] = 0  # what is read from here on is not taken for a record
         _pack(
@@ -268,18 +280,17 @@ class StepRecorder:
             *woke_ns,
             number + 1,
         )
-        words[first] = words[NUM_RECORDS_WORD] = number + 1
-        if num_blocks != words[self._kv_used]:
-            words[self._kv_free] += words[self._kv_used] - num_blocks
-            words[self._kv_used] = num_blocks
+        words[first] = words[NUM_RECORDS_WORD] = self._num_records = number + 1
+        if num_blocks != self._num_blocks:
+            words[self._kv_free] += self._num_blocks - num_blocks
+            words[self._kv_used] = self._num_blocks = num_blocks
         if num_stale != self._num_stale:
             self._stale_rows.add(num_stale - self._num_stale)
             self._num_stale = num_stale
 
     def _write(self, record: StepRecord) -> None:
-        words = self._words
-        number = words[NUM_RECORDS_WORD]
+        words, number = self._words, self._num_records
         first = self._records_word + number % NUM_RECORDS * RECORD_WORDS
         words[first] = 0
         _pack(self._map, (first + 1) * WORD_BYTES, *record, number + 1)
-        words[first] = words[NUM_RECORDS_WORD] = number + 1
+        words[first] = words[NUM_RECORDS_WORD] = self._num_records = number + 1

@@ -30,7 +30,7 @@ class StepRecord(NamedTuple):
     awaited the end went on, 0 when there was nothing to wait for.
     """
 
-    step_id: int  # NO_STEP: a process has begun to write the ledger, at ``begun_ns``
+    step_id: int  # or ATTACHED, or UNLINKED
     begun_ns: int
     num_rows: int
     num_tokens: int
@@ -171,4 +171,6 @@ def _awaited(state: str, rank: int, last: int) -> int:
     return {"wait_input": rank - 1, "wait_slot": rank + 1, "wait_token": last}.get(state, NO_PEER)
 
 
-ATTACHED = NO_STEP
+# What a record without a step says, in the place of its number.
+ATTACHED = NO_STEP  # a process has begun to write the ledger
+UNLINKED = NO_STEP - 1  # an epoch has ended; ``num_rows`` is 1 when it cut a step off

@@ -225,6 +225,8 @@ class RankWorker:
             if lane == FORWARD:
                 self._send_result(step)
                 step.stage_seconds = work.end.seconds_since(work.start)
+                if recorder is not None and self._stage is step.stage:
+                    recorder.forwarded(work.start.reached_at_ns, work.end.reached_at_ns)
         except ChannelClosed:
             raise  # there is nobody to report to
         except Exception as exc:  # noqa: BLE001  the task's edge: whatever ended the work is reported

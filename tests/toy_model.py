@@ -4,7 +4,7 @@ Stage 0 keeps each sequence slot's hash, as a KV cache would; what it sends on i
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
@@ -33,18 +33,22 @@ def toy_tokens(prompt: list[int], count: int, num_stages: int) -> list[int]:
     return token_ids
 
 
-def toy_slices(num_stages: int, on_forward: OnForward = lambda info, plan: None, forward_seconds: float = 0.0) -> list[Slice]:
+def toy_slices(
+    num_stages: int, on_forward: OnForward = lambda info, plan: None, forward_seconds: float | Sequence[float] = 0.0
+) -> list[Slice]:
     """One slice for each stage.
 
-    ``on_forward`` is called on the compute thread in each forward, which sleeps to take ``forward_seconds`` in all.
+    ``on_forward`` is called on the compute thread in each forward, which sleeps to take ``forward_seconds`` in all: of all
+    stages, or of each.
     """
+    seconds = [forward_seconds] * num_stages if isinstance(forward_seconds, float) else forward_seconds
     infos = [StageInfo(rank, num_stages, rank, rank + 1, num_stages) for rank in range(num_stages)]
     return [
         Slice(
             info,
             BOUNDARY,
             VOCAB_SIZE,
-            lambda slots, limits, info=info: ToyRunner(info, slots, limits, on_forward, forward_seconds),
+            lambda slots, limits, info=info: ToyRunner(info, slots, limits, on_forward, seconds[info.rank]),
         )
         for info in infos
     ]

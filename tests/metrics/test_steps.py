@@ -92,6 +92,7 @@ def step(rank: Rank, plan: FakePlan, at_ns: int) -> None:
     send = FakeWork(forward.end, FakePoint(at_ns + 8 * MS, at_ns + 7 * MS, "send"))
     tokens = FakeWork(FakePoint(at_ns), FakePoint(at_ns + 11 * MS, at_ns + 11 * MS - 1000, "tokens"))
     woke_ns = [0] * 4
+    recorder.forwarded(forward.start.reached_at_ns, forward.end.reached_at_ns)
     for lane, work in ((RECV, recv), (FORWARD, forward), (SEND, send), (TOKENS, tokens)):
         woke_ns[lane] = work.end.reached_at_ns + 4000
         recorder.ended(lane, woke_ns[lane])
