@@ -118,6 +118,7 @@ class StepRecorder:
         self._map = writer.memory
         self._records_word = layout.records_word
         self._has_device_clock = False
+        self._shared_streams = -1  # flags of the lanes that use the compute stream; not known before the first step
         first_wake = layout.find(EVENT_WAKES, ("spin",)).first
         self.wake_counts: memoryview = words[first_wake : first_wake + 3]
         self._kv_used = layout.find(KV_BLOCKS, ("used",)).first
@@ -165,6 +166,7 @@ class StepRecorder:
             words[NUM_ENDED_WORD + lane] = 0
         words[LANES_WORD] = sum(1 << lane for lane in lanes)
         self._has_device_clock = has_device_clock
+        self._shared_streams = -1
         self._num_stale = 0
         self._about["transport"] = transport
         self._writer.set_info(STAGE_INFO, **self._about)
@@ -233,18 +235,18 @@ class StepRecorder:
         if send is not None:
             point = send.end
             send_ready, send_ended = point.waited_until_ns, point.reached_at_ns
-            if point.stream_name == end.stream_name:
-                flags |= SENDS_ON_COMPUTE
         if tokens is not None:
             point = tokens.end
             tokens_ready, tokens_ended = point.waited_until_ns, point.reached_at_ns
-            if point.stream_name == end.stream_name:
-                flags |= TOKENS_ON_COMPUTE
         for point in forward.tokens:
             if (needed := point.reached_at_ns) > tokens_needed:
                 tokens_needed = needed
         if forward.slot is not None:
             slot_needed = forward.slot.reached_at_ns
+        if self._has_device_clock or self._shared_streams < 0:  # on a GPU it depends on the message's size
+            self._shared_streams = (SENDS_ON_COMPUTE * (send is not None and send.end.stream_name == end.stream_name)) | (
+                TOKENS_ON_COMPUTE * (tokens is not None and tokens.end.stream_name == end.stream_name)
+            )
         if self._has_device_clock:
             forward_device = round(end.seconds_since(start) * 1e9)
             if send is not None:
@@ -263,7 +265,7 @@ class StepRecorder:
             num_tokens,
             num_reqs,
             plan.max_sample_len,
-            flags,
+            flags | self._shared_streams,
             recv_ready,
             recv_ended,
             start.reached_at_ns,
