@@ -48,9 +48,10 @@ class Prometheus:
     def wait_for_a_whole_window(self) -> None:
         """Prometheus takes its time before it scrapes at all."""
         ends_at = time.monotonic() + 30
-        while self.query(f"count_over_time(stagewire_engine_ready[{WINDOW}])") < [11]:
+        while self.query(f"count_over_time(stagewire_engine_ready[{WINDOW}])") < [12]:
             assert time.monotonic() < ends_at
             time.sleep(0.2)
+        time.sleep(1)  # until the rules have seen it, too
 
     def firing(self) -> dict[str, dict[str, str]]:
         alerts = self._client.get("/api/v1/alerts").json()["data"]["alerts"]
