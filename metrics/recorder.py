@@ -130,6 +130,7 @@ class StepRecorder:
         self._errors = {
             values[0]: writer.counter(TRANSFER_ERRORS, *values) for values in TRANSFER_ERRORS.labels.series(writer.place)
         }
+        self._failed_lanes: set[int] = set()
         self._connected = [writer.gauge(PEER_CONNECTED, *values) for values in peers(writer.place)]
         self._ready, self._epoch = writer.gauge(READY), writer.gauge(EPOCH)
         self._about: dict[str, str] = {"layers": "", "transport": "", "device": "", "host": ""}
@@ -168,6 +169,7 @@ class StepRecorder:
         self._has_device_clock = has_device_clock
         self._shared_streams = -1
         self._num_stale = 0
+        self._failed_lanes.clear()
         self._about["transport"] = transport
         self._writer.set_info(STAGE_INFO, **self._about)
         self._epoch.set(epoch)
@@ -180,9 +182,11 @@ class StepRecorder:
         self._words[LANES_WORD] = 0
         self._set_connected(0)
 
-    def failed(self, kind: str) -> None:
-        """A transfer failed: one of the kinds of ``transfer_errors_total``."""
-        self._errors[kind].add()
+    def failed(self, lane: int, kind: str) -> None:
+        """A transfer failed: one of the kinds of ``transfer_errors_total``. What fails after it in the lane is no new error."""
+        if lane not in self._failed_lanes:
+            self._failed_lanes.add(lane)
+            self._errors[kind].add()
 
     def _set_connected(self, value: int) -> None:
         self._ready.set(value)

@@ -230,8 +230,8 @@ class RankWorker:
         except ChannelClosed:
             raise  # there is nobody to report to
         except Exception as exc:  # noqa: BLE001  the task's edge: whatever ended the work is reported
-            if recorder is not None and lane != FORWARD and self._stage is step.stage:
-                recorder.failed(_kind_of_failure(exc))
+            if recorder is not None and lane != FORWARD:
+                recorder.failed(lane, _kind_of_failure(exc))
             # At once: what else this step enqueued may wait for a peer that now gets nothing.
             self._report_failure(step, exc)
             return

@@ -101,6 +101,10 @@ async def test_an_error_in_one_stage_reaches_every_stream_with_the_stage(caplog:
         assert [str(answer) for answer in answers] == ["stage 1 failed: RuntimeError: no more memory"] * 4
         with pytest.raises(StageFailed):
             await pipeline.serving
+        for rank in (0, 2):  # rank 0 waits for tokens, rank 2 for hidden states
+            samples = pipeline.ledgers.readers[rank].samples()
+            assert samples["transfer_errors_total"]["peer_lost",] in (1, 2), "once for each stream"
+            assert (samples["ready"][()], set(samples["peer_connected"].values())) == (0, {0})
     assert caplog.text.count("Traceback") == 1, "one failure is told once"
 
 

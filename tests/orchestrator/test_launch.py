@@ -10,8 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from metrics.catalog import Place, Writer
+from metrics.ledger import create_ledger
 from orchestrator.control import ChannelClosed
 from orchestrator.launch import Launcher, ProcessExit, open_control, rank_environment, run_child
+from orchestrator.rank_main import open_ledger
 from stages.errors import ConfigError, StagewireError
 from stages.plan import Drain, EndEpoch, StepDone
 
@@ -293,3 +296,24 @@ def test_ranks_get_their_threads_and_stay_offline():
         "CUDA_MODULE_LOADING": "EAGER",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # as it was given
     }
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("0", "--ledger 0: must be RANK:FD, two numbers"),
+        ("0:x", "--ledger 0:x: must be RANK:FD, two numbers"),
+        ("0:4095", "--ledger 0:4095: .*Bad file descriptor"),
+        ("1:{fd}", "--ledger 1:{fd}: is the ledger of rank 0"),
+        ("0:{other}", "--ledger 0:{other}: ledger: has 0 bytes"),
+    ],
+)
+def test_a_ledger_that_is_none_is_refused(argument: str, message: str) -> None:
+    fd, other = create_ledger(Place(writer=Writer.RANK, rank=0, world_size=2)), os.memfd_create("other")
+    try:
+        with pytest.raises(ConfigError, match=message.format(fd=fd, other=other)):
+            open_ledger(argument.format(fd=fd, other=other))
+    finally:
+        for each in (fd, other):
+            with contextlib.suppress(OSError):
+                os.close(each)  # whose writer took it over
