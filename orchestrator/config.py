@@ -267,9 +267,16 @@ class ProcessOptions:
     shutdown_timeout: float = _option(30.0, "seconds that open requests get to finish after SIGTERM", float, _SECONDS)
     step_timeout: float = _option(
         10.0,
-        "seconds in which some rank must make progress while a step is under way; then one is taken for lost",
+        "seconds in which some rank must make progress while a step is under way; then one is taken for lost. "
+        "Longer for steps that are measured to take longer, as long prefills",
         float,
         _SECONDS,
+    )
+    max_restarts: int = _option(
+        100,
+        "how often processes of lost ranks are replaced within an hour; when one more is lost the worker ends with exit code 1",
+        _parse_whole,
+        _at_least(0),
     )
     start_timeout: float = _option(300.0, "seconds in which every rank must be ready", float, _SECONDS)
     log_level: str = _option("info", "least severe messages to log", str.lower, _one_of("debug", "info", "warning", "error"))

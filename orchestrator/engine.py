@@ -1,71 +1,134 @@
 """Engine: owns every request, drives the scheduler from events, and moves plans out and tokens back.
 
-The engine holds no GPU and loads no torch, so it survives its ranks.
+The engine holds no GPU and loads no torch, so it survives its ranks. A lost rank ends the epoch: whoever is left breaks its
+waits and says that it has; then whoever serves the ranks brings back a pipeline, and every unfinished request is computed again
+from its prompt and its tokens so far. Its stream notices nothing but a pause.
 """
 
 import asyncio
+import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
-from typing import cast
+from dataclasses import dataclass
+from typing import Protocol, cast
 
 from metrics.engine import EngineMetrics
 from orchestrator.control import Channel, ChannelClosed
-from orchestrator.pipeline import Pipeline, failure
+from orchestrator.patience import Patience
+from orchestrator.pipeline import Pipeline, end_epoch
 from orchestrator.request import EngineState, NotReady, Request, SamplingParams, ServedModel, TokenChunk
 from orchestrator.scheduler import Scheduler
-from stages.errors import ControlError, RankLost, StageFailed, StagewireError, one_line
-from stages.plan import Drain, Drained, EndEpoch, RankFailed, StepDone, StepPlan, StepResult, encode, plan_hash
+from stages.errors import ControlError, RankLost, StageFailed, StagewireError
+from stages.plan import Drain, Drained, RankFailed, StepDone, StepPlan, StepResult, encode, plan_hash
+
+log = logging.getLogger(__name__)
 
 # After --step-timeout without progress whoever can still let go of an epoch does so within milliseconds.
 DRAIN_SECONDS = 0.5
+HEARTBEAT_SECONDS = 1.0  # at most: a quarter of --step-timeout, so that a rank that stops in an idle time is soon found
+
+
+@dataclass(frozen=True)
+class Loss:
+    """An epoch ended because of ``cause``. The processes of the ranks ``lost`` must be replaced; the others have let go of the
+    epoch and wait for the next. ``has_gained``: some request got a token in that epoch."""
+
+    cause: StageFailed
+    lost: frozenset[int]
+    epoch: int
+    has_gained: bool
+
+
+Recover = Callable[[Loss], Awaitable[Pipeline]]
+"""Brings back a pipeline of the same sizes with a newer epoch; ``StagewireError`` when there will be none."""
+
+
+class Sight(Protocol):
+    """What can be seen of the ranks' processes from outside."""
+
+    def stopped(self) -> frozenset[int]:
+        """The ranks whose processes are stopped, as by SIGSTOP."""
+        ...
+
+    def describe(self) -> Sequence[str]:
+        """One line for each rank: how its process does, and what it was last seen doing."""
+        ...
+
+
+class Blind:
+    """For ranks of which nothing can be seen."""
+
+    def stopped(self) -> frozenset[int]:
+        return frozenset()
+
+    def describe(self) -> Sequence[str]:
+        return ()
 
 
 class _NoProgress(StagewireError):
-    """No rank made progress on step ``step_id`` for --step-timeout."""
+    """No rank made progress on step ``step_id`` for as long as it may take."""
 
     def __init__(self, step_id: int, seconds: float) -> None:
         super().__init__(f"no progress on step {step_id} for {seconds:g} s (--step-timeout)")
         self.step_id = step_id
 
 
-class Engine:
-    """Serves requests over one pipeline. All methods are called from one loop.
+@dataclass(eq=False)
+class _Step:
+    """A step that some rank has not yet finished: the plan's hash and size, and the ranks still to report."""
 
-    ``open`` once, then ``serve_ranks`` for as long as it lives; ``generate`` while ``state`` is READY.
+    plan_hash: int
+    num_tokens: int
+    missing: set[int]
+
+
+class Engine:
+    """Serves requests over one pipeline at a time. All methods are called from one loop.
+
+    ``open`` once, then ``serve_ranks`` for as long as it lives; ``generate`` while ``state`` admits requests.
     """
 
-    def __init__(self, step_timeout_seconds: float = 10.0, metrics: EngineMetrics | None = None) -> None:
-        """``step_timeout_seconds``: how long no rank may make progress while a step is under way. ``metrics`` is None where
-        nothing is measured."""
+    def __init__(
+        self, step_timeout_seconds: float = 10.0, metrics: EngineMetrics | None = None, sight: Sight | None = None
+    ) -> None:
+        """``step_timeout_seconds``: how long no rank may make progress while a step is under way that is not a long one.
+        ``metrics`` is None where nothing is measured, ``sight`` where nothing is seen of the ranks' processes."""
         self._metrics = metrics
         self._num_preemptions = self._num_stale_rows = 0  # those that are counted
-        self._state = EngineState.STARTING
         self._step_timeout_seconds = step_timeout_seconds
-        self._progress_at = 0.0  # of any rank, in the loop's time
+        self._sight = sight or Blind()
+        self._progress_at = 0.0  # of any rank, or the last sign that there was nothing to do, in the loop's time
         self._epoch = 0
+        self.num_epochs = 0
         self.served_model: ServedModel | None = None
         self._scheduler: Scheduler | None = None
         self._channels: Sequence[Channel] = ()
         # A request's tokens on their way to its reader: at most one entry for each token it may generate, and one for an error.
         self._streams: dict[str, asyncio.Queue[TokenChunk | StagewireError]] = {}
-        # Steps that some rank has not yet finished: hash of the plan, and the ranks still to report.
-        self._unfinished: dict[int, tuple[int, set[int]]] = {}
+        self._unfinished: dict[int, _Step] = {}
+        self._patience = Patience(1, step_timeout_seconds)
         self.stage_seconds: list[float] = []  # what each rank's last forward took, sampling included
-        self._are_ranks_sent_home = False
+        self._is_admitted = False
+        self._is_draining = False
+        self._is_failed = False
+        self._is_linked = False  # plans may be sent
+        self._is_proven = False  # a step of this epoch went through
+        self._has_gained = False  # a token in this epoch
+        self._home = asyncio.Event()  # the ranks are sent home
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
     @property
     def state(self) -> EngineState:
-        return self._state
-
-    @state.setter
-    def state(self, state: EngineState) -> None:
-        self._state = state
-        if self._metrics is not None:
-            self._metrics.is_ready.set(state is EngineState.READY)
+        if self._is_failed:
+            return EngineState.FAILED
+        if self._is_draining:
+            return EngineState.DRAINING
+        if not self._is_admitted:
+            return EngineState.STARTING
+        return EngineState.READY if self._is_linked and self._is_proven else EngineState.RECOVERING
 
     @property
     def num_waiting(self) -> int:
@@ -84,25 +147,70 @@ class Engine:
 
     def unfinished_steps(self) -> dict[int, list[int]]:
         """Steps that some rank has not finished, and those ranks."""
-        return {step_id: sorted(ranks) for step_id, (_, ranks) in self._unfinished.items()}
+        return {step_id: sorted(step.missing) for step_id, step in self._unfinished.items()}
+
+    def _note_state(self) -> None:
+        """After whatever may have changed the state."""
+        if self._metrics is not None:
+            self._metrics.is_ready.set(self.state is EngineState.READY)
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
     def open(self, pipeline: Pipeline, scheduler: Scheduler, model: ServedModel) -> None:
         """Take over a linked pipeline. ``serve_ranks`` must run from now on."""
-        self._channels = pipeline.channels
-        self._epoch = pipeline.epoch
         self.stage_seconds = [0.0] * len(pipeline.channels)
+        self._patience = Patience(len(pipeline.channels), self._step_timeout_seconds)
         self._scheduler = scheduler
         self.served_model = model
         if self._metrics is not None:
             self._metrics.lane_depth.set(scheduler.config.lane_depth)
+        self._begin_epoch(pipeline)
 
-    async def serve_ranks(self) -> None:
+    async def serve_ranks(self, recover: Recover | None = None) -> None:
         """Listen to every rank until all have been sent home and are gone.
 
-        A lost rank ends it too: the epoch is closed, every request fails, and ``StageFailed`` is raised.
+        A lost rank ends the epoch, and ``recover`` gives the pipeline to go on with. Without it, or when it gives up, or while
+        the first steps are made, a loss is the end: every request fails, and what it was is raised.
         """
+        while (loss := await self._serve_epoch()) is not None:
+            if recover is None or not (self._is_admitted or self._is_draining):
+                self._fail(loss.cause)
+                raise loss.cause
+            pipeline = await self._recovered(recover, loss)
+            if pipeline is None:
+                return
+            self._begin_epoch(pipeline)
+            self._pump()
+
+    async def _recovered(self, recover: Recover, loss: Loss) -> Pipeline | None:
+        """None when the ranks were sent home meanwhile: nobody waits for the pipeline."""
+        recovering = asyncio.ensure_future(recover(loss))
+        going_home = asyncio.create_task(self._home.wait(), name="going home")
+        try:
+            await asyncio.wait({recovering, going_home}, return_when=asyncio.FIRST_COMPLETED)
+            if not recovering.done():
+                return None
+            return recovering.result()
+        except BaseException as exc:
+            self._fail(exc if isinstance(exc, StagewireError) else StageFailed(-1, "the engine failed"))
+            raise
+        finally:
+            for task in (recovering, going_home):
+                task.cancel()
+            await asyncio.gather(recovering, going_home, return_exceptions=True)
+
+    def _begin_epoch(self, pipeline: Pipeline) -> None:
+        self._channels = pipeline.channels
+        self._epoch = pipeline.epoch
+        self.num_epochs += 1
+        self.scheduler.begin_epoch(pipeline.epoch)
+        self._has_gained = self._is_proven = False
+        self._is_linked = True
+        self._note_state()
+        self._progress_at = asyncio.get_running_loop().time()
+
+    async def _serve_epoch(self) -> Loss | None:
+        """One life of the set of ranks; None when they went home."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(self._watch_progress(), name="watch progress")
@@ -111,42 +219,80 @@ class Engine:
                         listening.create_task(self._listen(rank, channel), name=f"listen to rank {rank}")
                 watching.cancel()
         except BaseExceptionGroup as group:
+            self._is_linked = False
+            self._note_state()
             cause = _first_cause(group)
-            self._close_epoch(cause)
-            if isinstance(cause, _NoProgress):
-                cause = StageFailed(await self._find_stuck_rank(cause.step_id), str(cause))
-            self._fail_all(cause if isinstance(cause, StagewireError) else StageFailed(-1, "the engine failed"))
-            raise cause from None
+            if not isinstance(cause, StageFailed | _NoProgress):
+                self._fail(cause if isinstance(cause, StagewireError) else StageFailed(-1, "the engine failed"))
+                raise cause from None
+            return await self._lose_epoch(cause)
+        return None
+
+    async def _lose_epoch(self, cause: "StageFailed | _NoProgress") -> Loss:
+        """Have every rank that is left break its waits and let go of its links, and tell who has to be replaced."""
+        stopped = self._sight.stopped()
+        seen = self._sight.describe()
+        steps = self._unfinished.copy()
+        # Whoever waits lets go at once, whoever computes when that is done; and after a time without progress nobody computes.
+        patience_seconds = DRAIN_SECONDS
+        if isinstance(cause, StageFailed):
+            sizes = [step.num_tokens for step in steps.values()]
+            patience_seconds = max(DRAIN_SECONDS, min(self._patience.allowed_seconds(sizes), self._step_timeout_seconds))
+            stopped |= {cause.rank}
+        stuck = await end_epoch(self._channels, self._epoch, str(cause), patience_seconds, hopeless=stopped)
+        lost = stopped | stuck
+        if isinstance(cause, _NoProgress):
+            # All wait for the stuck one, also those before it, which get its tokens.
+            lost = lost or {min(steps[cause.step_id].missing)}
+            cause = StageFailed(min(lost), str(cause))
+        log.error("epoch %d ended: %s", self._epoch, cause)
+        for line in seen:
+            log.error("%s", line)
+        self._unfinished.clear()
+        for request in self.scheduler.end_epoch():
+            log.error("request %s was computed alone and failed: %s", request.request_id, cause)
+            self._tell(request.request_id, cause)
+        return Loss(cause, frozenset(lost), self._epoch, self._has_gained)
 
     async def _watch_progress(self) -> None:
-        """Declare a rank lost that holds everybody up."""
-        loop, timeout = asyncio.get_running_loop(), self._step_timeout_seconds
+        """Declare a rank lost that holds everybody up; and keep a step under way, so that one would be found."""
+        loop = asyncio.get_running_loop()
+        tick = self._step_timeout_seconds / 16
+        warned_of = -1
         while True:
-            await asyncio.sleep(timeout / 8)
-            # What the first steps take is up to --start-timeout: they load what later ones find.
-            if self.state is EngineState.STARTING or not self._unfinished or loop.time() - self._progress_at < timeout:
+            before = loop.time()
+            await asyncio.sleep(tick)
+            now = loop.time()
+            # Whatever kept this process from running may have kept the ranks' messages from being heard.
+            self._progress_at += max(now - before - 2 * tick, 0.0)
+            if self.state is EngineState.STARTING:  # what the first steps take is up to --start-timeout: they load
                 continue
-            self.state = EngineState.FAILED
-            raise _NoProgress(min(self._unfinished), timeout)
+            if not self._unfinished:
+                if now - self._progress_at >= min(HEARTBEAT_SECONDS, self._step_timeout_seconds / 4):
+                    self._beat()
+                continue
+            waited = now - self._progress_at
+            if waited < self._step_timeout_seconds:
+                continue
+            step_id = min(self._unfinished)
+            allowed = self._patience.allowed_seconds([step.num_tokens for step in self._unfinished.values()])
+            if waited >= allowed or self._sight.stopped():  # who is stopped is not slow
+                self._is_linked = False
+                raise _NoProgress(step_id, self._step_timeout_seconds if waited < allowed else allowed)
+            if step_id != warned_of:
+                warned_of = step_id
+                num_tokens = self._unfinished[step_id].num_tokens
+                log.warning("step %d of %d tokens is slow: may take up to %.1f s", step_id, num_tokens, allowed)
 
-    def _close_epoch(self, cause: BaseException) -> None:
-        """Have every rank that is left break its waits and let go of its links."""
-        for channel in self._channels:
-            with suppress(ControlError):  # that one is gone
-                channel.send(EndEpoch(self._epoch, one_line(cause)))
+    def _beat(self) -> None:
+        if self._is_linked and not self._home.is_set() and self.scheduler.num_in_flight == 0:
+            self._send_plan(self.scheduler.heartbeat())
 
-    async def _find_stuck_rank(self, step_id: int) -> int:
-        """The rank that held up a step, its epoch being closed: all wait for it, also those before it, which get its tokens.
-
-        The first that does not let go of the epoch, or, when all do, the first that has not finished the step.
-        """
-        waits: list[asyncio.Task[None]] = []
-        with suppress(TimeoutError):
-            async with asyncio.timeout(DRAIN_SECONDS), asyncio.TaskGroup() as tasks:
-                for rank, channel in enumerate(self._channels):
-                    waits.append(tasks.create_task(_drained(channel), name=f"end of epoch on rank {rank}"))
-        stuck = [rank for rank, wait in enumerate(waits) if wait.cancelled()]
-        return stuck[0] if stuck else min(self._unfinished[step_id][1])
+    def _fail(self, cause: StagewireError) -> None:
+        """The end: no request is admitted, and every one that is open raises ``cause``."""
+        self._is_failed = True
+        self._note_state()
+        self._fail_all(cause)
 
     async def probe(self) -> None:
         """Send one short request through every boundary and back; the pipeline works when this returns."""
@@ -160,23 +306,26 @@ class Engine:
 
     def admit(self) -> None:
         """Open for requests."""
-        self.state = EngineState.READY
+        self._is_admitted = True
+        self._note_state()
 
     async def drain(self) -> None:
         """Admit nothing, finish everything, send the ranks home; ``serve_ranks`` returns when they have gone.
 
         Cancel it to stop waiting, then ``abort``.
         """
-        self.state = EngineState.DRAINING
+        self._is_draining = True
+        self._note_state()
         await self._is_idle.wait()
-        self._are_ranks_sent_home = True
+        self._home.set()
         for channel in self._channels:
             with suppress(ChannelClosed):  # its listener knows
                 channel.send(Drain())
 
     def abort(self, cause: StagewireError) -> None:
         """End every request now: its stream raises ``cause``. Admits nothing from now on."""
-        self.state = EngineState.DRAINING
+        self._is_draining = True
+        self._note_state()
         self._fail_all(cause)
 
     # ---- requests -------------------------------------------------------------------------------------------------
@@ -189,7 +338,7 @@ class Engine:
         Raises before the first chunk ``NotReady``, ``QueueFull``, or ``ConfigError`` for what can never be served; at any time
         ``StageFailed``. Closing the iterator aborts the request.
         """
-        if self.state is not EngineState.READY:
+        if not self.state.admits:
             raise NotReady(f"the worker is {self.state.value}")
         seed = secrets.randbits(63) if params.seed is None else params.seed
         request = Request(request_id=request_id, prompt_token_ids=prompt_token_ids, params=params, seed=seed)
@@ -217,9 +366,13 @@ class Engine:
             self._pump()
 
     def _fail_all(self, cause: StagewireError) -> None:
-        for request_id, stream in self._streams.items():
+        for request_id in self._streams:
             self.scheduler.abort(request_id)
-            stream.put_nowait(cause)
+            self._tell(request_id, cause)
+
+    def _tell(self, request_id: str, what: TokenChunk | StagewireError) -> None:
+        if (stream := self._streams.get(request_id)) is not None:
+            stream.put_nowait(what)
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
@@ -227,17 +380,12 @@ class Engine:
         """Plan as many steps as there is work and room for, and send each to every rank."""
         scheduler = self.scheduler
         # A rank that lags behind the results may hold at most lane depth + 1 unfinished plans; planning stops, nothing blocks.
-        while self.state is not EngineState.FAILED and len(self._unfinished) <= scheduler.config.lane_depth:
+        while self._is_linked and len(self._unfinished) <= scheduler.config.lane_depth:
             started_at_ns = time.perf_counter_ns()
             plan = scheduler.schedule()
             if plan is None:
                 break
-            payload = encode(plan)
-            if not self._unfinished:
-                self._progress_at = asyncio.get_running_loop().time()
-            self._unfinished[plan.step_id] = (plan_hash(payload), set(range(len(self._channels))))
-            for channel in self._channels:
-                self._send(channel, payload)
+            self._send_plan(plan)
             self._note_planned(plan, started_at_ns)
         if self._metrics is not None:
             self._measure(self._metrics)
@@ -263,15 +411,20 @@ class Engine:
             metrics.stale_results.add(scheduler.num_stale_rows - self._num_stale_rows)
             self._num_stale_rows = scheduler.num_stale_rows
 
-    def _send(self, channel: Channel, encoded_plan: bytes) -> None:
-        with suppress(ChannelClosed):  # its listener ends the epoch
-            channel.send_encoded(encoded_plan, StepPlan.__name__)
+    def _send_plan(self, plan: StepPlan) -> None:
+        payload = encode(plan)
+        if not self._unfinished:
+            self._progress_at = asyncio.get_running_loop().time()
+        self._unfinished[plan.step_id] = _Step(plan_hash(payload), plan.num_tokens, set(range(len(self._channels))))
+        for channel in self._channels:
+            with suppress(ChannelClosed):  # its listener ends the epoch
+                channel.send_encoded(payload, StepPlan.__name__)
 
     async def _listen(self, rank: int, channel: Channel) -> None:
         try:
             await self._take_messages(rank, channel)
         except Exception:
-            self.state = EngineState.FAILED  # at once: others may have heard something before they are cancelled
+            self._is_linked = False  # at once: others may have heard something before they are cancelled
             raise
 
     async def _take_messages(self, rank: int, channel: Channel) -> None:
@@ -279,10 +432,12 @@ class Engine:
             try:
                 message = await channel.receive()
             except ChannelClosed:
-                if self._are_ranks_sent_home:
+                if self._home.is_set():
                     return
                 raise RankLost(rank) from None
-            if self.state is EngineState.FAILED:
+            except ControlError as exc:
+                raise StageFailed(rank, str(exc)) from None
+            if not self._is_linked:
                 return  # the epoch is closed: nothing more is taken
             match message:
                 case StepResult():
@@ -290,42 +445,37 @@ class Engine:
                 case StepDone():
                     self._take_done(message)
                 case RankFailed():
-                    raise failure(message)
+                    raise StageFailed(rank, message.cause)
                 case Drained():
                     pass
                 case _:
-                    raise ControlError(f"rank {rank} sent an unexpected {type(message).__name__}")
+                    raise StageFailed(rank, f"it sent an unexpected {type(message).__name__}")
 
     def _take_result(self, result: StepResult) -> None:
         self._progress_at = asyncio.get_running_loop().time()
         chunks = self.scheduler.update(result)
+        self._has_gained |= bool(chunks)
         self._pump()  # first: the ranks wait for the plan, and tokens may be read while they compute
         for request, chunk in chunks:
-            if (stream := self._streams.get(request.request_id)) is not None:
-                stream.put_nowait(chunk)
+            self._tell(request.request_id, chunk)
 
     def _take_done(self, done: StepDone) -> None:
         self._progress_at = asyncio.get_running_loop().time()
         if done.error:
             raise StageFailed(done.rank, done.error)
-        expected_hash, missing = self._unfinished[done.step_id]
-        if done.plan_hash != expected_hash:
-            raise ControlError(
-                f"rank {done.rank} applied plan {done.plan_hash:#010x} for step {done.step_id}, "
-                f"the engine sent {expected_hash:#010x}"
+        step = self._unfinished[done.step_id]
+        if done.plan_hash != step.plan_hash:
+            raise StageFailed(
+                done.rank, f"it applied plan {done.plan_hash:#010x} for step {done.step_id}, not {step.plan_hash:#010x}"
             )
         self.stage_seconds[done.rank] = done.stage_seconds
-        missing.discard(done.rank)
-        if not missing:
+        self._patience.learn(done.rank, step.num_tokens, done.stage_seconds)
+        step.missing.discard(done.rank)
+        if not step.missing:
             del self._unfinished[done.step_id]
+            self._is_proven = True
+            self._note_state()
             self._pump()
-
-
-async def _drained(channel: Channel) -> None:
-    """Return when a rank has let go of its epoch, or is gone."""
-    with suppress(ControlError):
-        while not isinstance(await channel.receive(), Drained | RankFailed):
-            pass
 
 
 def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:

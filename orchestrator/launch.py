@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import contextlib
 import ctypes
 import logging
 import os
@@ -13,12 +14,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from orchestrator.control import Channel, SocketChannel
 from stages.errors import ConfigError, StagewireError
 
 log = logging.getLogger(__name__)
 
+KILL_SECONDS = 30.0  # for the kernel to end a process that holds much memory, on a busy machine
 TERM_GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL: a rank has nothing to save, only links to let go of
 _MAX_REPORT_BYTES = 8 << 10  # of a child's standard error, kept for its last line
 _PR_SET_PDEATHSIG = 1
@@ -106,6 +109,7 @@ class Launcher:
         self.channels: dict[int, Channel] = {}
         self._on_exit = on_exit
         self._processes: dict[tuple[int, ...], ChildProcess] = {}
+        self._starts: dict[tuple[int, ...], Callable[[], None]] = {}  # how to start the process of some ranks, again
 
     @property
     def process_ids(self) -> dict[int, int]:
@@ -127,11 +131,41 @@ class Launcher:
         """
         try:
             for group in groups:
-                self._start_one(tuple(group), argv_for(group), env, ledgers or {})
+                ranks = tuple(group)
+                self._starts[ranks] = partial(self._start_one, ranks, argv_for(group), env, ledgers or {})
+                self._starts[ranks]()
                 await asyncio.sleep(0)  # starting takes a few milliseconds: let the server answer in between
         except BaseException:
             self.kill()
             raise
+
+    def group_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks that share a process with ``rank``, itself included."""
+        return next(ranks for ranks in self._processes if rank in ranks)
+
+    async def replace(self, ranks: tuple[int, ...]) -> ProcessExit:
+        """End the process of ``ranks`` if it has not ended, and start one like it; ``channels`` has new ones for them, the old
+        ones are aborted. Returns how the old one ended. ``StagewireError`` when it does not end or cannot be started."""
+        process = self._processes[ranks]
+        for rank in ranks:
+            self.channels[rank].abort()
+        with contextlib.suppress(ProcessLookupError):
+            process.signal(signal.SIGKILL)
+        try:
+            # Not before it is gone: until then the kernel has not taken its memory, nor its GPU's.
+            async with asyncio.timeout(KILL_SECONDS):
+                returncode = await asyncio.shield(process.exited)
+        except TimeoutError:
+            raise StagewireError(f"{_name(ranks)}: does not end {KILL_SECONDS:g} s after SIGKILL") from None
+        self._starts[ranks]()
+        return ProcessExit(ranks, returncode)
+
+    async def exit_of(self, rank: int, timeout_seconds: float) -> ProcessExit | None:
+        """How the process of ``rank`` ended; None when it still runs after ``timeout_seconds``."""
+        ranks = self.group_of(rank)
+        await asyncio.wait([self._processes[ranks].exited], timeout=timeout_seconds)
+        returncode = self._processes[ranks].popen.returncode
+        return None if returncode is None else ProcessExit(ranks, returncode)
 
     def _start_one(self, ranks: tuple[int, ...], argv: list[str], env: Mapping[str, str], ledgers: Mapping[int, int]) -> None:
         theirs: list[socket.socket] = []

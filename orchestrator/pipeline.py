@@ -5,8 +5,10 @@ What is decided from the Hellos is decided by plain functions; ``assemble`` only
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from typing import TypeVar
 
 import msgspec
@@ -62,6 +64,15 @@ class PipelineConfig:
     max_sample_len: int = 1
 
 
+class RanksMissing(StagewireError):
+    """Ranks did not answer in time."""
+
+    def __init__(self, ranks: Sequence[int], seconds: float) -> None:
+        missing = ", ".join(map(str, ranks))
+        super().__init__(f"the ranks were not ready within --start-timeout {seconds:g} s; still missing: {missing}")
+        self.ranks = ranks
+
+
 @dataclass(frozen=True)
 class Pipeline:
     """Ranks that are linked and ready for plans; ``channels[rank]`` leads to each."""
@@ -93,26 +104,65 @@ async def assemble(
     for rank, hello in enumerate(hellos):
         check_hello(hello, rank, len(setups))
     offers = [hello.offer for hello in hellos]
+    return await link(ordered, offers, agree_limits(offers, config), config, count(), deadline)
+
+
+async def link(
+    channels: Sequence[Channel],
+    offers: Sequence[Offer],
+    limits: Limits,
+    config: PipelineConfig,
+    epochs: Iterator[int],
+    deadline: float,
+) -> Pipeline:
+    """Link ranks that have loaded, as the next of ``epochs``, one for each transport that is tried; raises what the first rank
+    to fail reported. ``deadline`` is in the loop's time."""
     check_layers(offers)
     check_boundaries(offers)
     check_tied_embeddings(offers)
-    limits = agree_limits(offers, config)
-    epoch = 0
-    while True:
+    for epoch in epochs:
         try:
             transport, reason = choose_transport(offers, config.wanted_transport)
         except TransportUnavailable:
             # Every rank finds the same, and says so in its log.
-            await _link(ordered, offers, epoch, "", config, limits, deadline)
+            await _link(channels, offers, epoch, "", config, limits, deadline)
             raise
-        failed = await _link(ordered, offers, epoch, transport, config, limits, deadline)
+        failed = await _link(channels, offers, epoch, transport, config, limits, deadline)
         if not failed:
-            return Pipeline(ordered, offers, limits, transport, reason, epoch)
+            return Pipeline(channels, offers, limits, transport, reason, epoch)
         if config.wanted_transport != "auto":
             unavailable = CopyEngineUnavailable if transport == "copy_engine" else TransportUnavailable
             raise unavailable(f"--pp-transport {transport}: rank {failed[0].rank} cannot: {failed[0].reason}")
         offers = strike(offers, failed)
-        epoch += 1
+    raise AssertionError("epochs come to no end")
+
+
+async def end_epoch(
+    channels: Sequence[Channel], epoch: int, cause: str, seconds: float, hopeless: Collection[int] = ()
+) -> set[int]:
+    """Have every rank poison its links and let go of an epoch, or of one it may be linking for; returns the ranks that did not
+    say so within ``seconds``, or are gone. Those of ``hopeless`` are told, and not waited for."""
+    waits: dict[int, asyncio.Task[bool]] = {}
+    for channel in channels:
+        with suppress(ControlError):  # that one is gone
+            channel.send(EndEpoch(epoch, cause))
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds), asyncio.TaskGroup() as tasks:
+            for rank, channel in enumerate(channels):
+                if rank not in hopeless:
+                    waits[rank] = tasks.create_task(_has_drained(channel, epoch), name=f"end of epoch on rank {rank}")
+    return {rank for rank, wait in waits.items() if wait.cancelled() or not wait.result()}
+
+
+async def _has_drained(channel: Channel, epoch: int) -> bool:
+    """Whether a rank has let go of an epoch; False when it is about to end, or has."""
+    try:
+        while not isinstance(message := await channel.receive(), RankFailed):
+            if isinstance(message, Drained) and message.epoch == epoch:
+                return True
+    except ControlError:
+        pass
+    return False
 
 
 def check_layers(offers: Sequence[Offer]) -> None:
@@ -252,18 +302,18 @@ async def _each(
     try:
         async with asyncio.timeout_at(deadline), asyncio.TaskGroup() as tasks:
             for rank, channel in enumerate(channels):
-                waits.append(tasks.create_task(_one(rank, channel, kinds, on_loading), name=f"answer of rank {rank}"))
+                waits.append(tasks.create_task(receive_from(rank, channel, kinds, on_loading), name=f"answer of rank {rank}"))
     except TimeoutError:
-        missing = ", ".join(str(rank) for rank, wait in enumerate(waits) if wait.cancelled())
-        raise StagewireError(
-            f"the ranks were not ready within --start-timeout {seconds:g} s; still missing: {missing}"
-        ) from None
+        raise RanksMissing([rank for rank, wait in enumerate(waits) if wait.cancelled()], seconds) from None
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from None
     return [wait.result() for wait in waits]
 
 
-async def _one(rank: int, channel: Channel, kinds: tuple[type[M], ...], on_loading: Callable[[Loading], None]) -> M:
+async def receive_from(
+    rank: int, channel: Channel, kinds: tuple[type[M], ...], on_loading: Callable[[Loading], None] = ignore_loading
+) -> M:
+    """A rank's next message, one of ``kinds``; raises what the rank reports instead, or ``RankLost``."""
     try:
         while isinstance(message := await channel.receive(), Loading):
             on_loading(message)

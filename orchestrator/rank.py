@@ -4,6 +4,7 @@ It decides nothing: what a rank does in a step, and when an epoch begins and end
 """
 
 import asyncio
+import gc
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -149,6 +150,8 @@ class RankWorker:
                     raise ControlError(f"rank {self._rank}: the engine sent an unexpected {type(message).__name__}")
 
     def _begin_epoch(self, epoch: Epoch) -> None:
+        if self._epoch >= 0:
+            gc.collect()  # a stage refers to itself, and its KV cache must be gone before the next one is made
         self._epoch = epoch.epoch
         self._num_slots = epoch.limits.ring_slots
         fds = self._channel.take_fds(epoch.num_fds)

@@ -19,8 +19,14 @@ class FinishReason(StrEnum):
 class EngineState(StrEnum):
     STARTING = "starting"  # ranks are loading or linking
     READY = "ready"  # a probe step went through every boundary; requests are admitted
+    RECOVERING = "recovering"  # a rank was lost, and no step has gone through since; requests are admitted, and wait
     DRAINING = "draining"  # admits nothing, finishes everything
-    FAILED = "failed"  # a rank is lost and the engine is about to end
+    FAILED = "failed"  # ranks are lost for good and the engine is about to end
+
+    @property
+    def admits(self) -> bool:
+        """Whether requests are taken."""
+        return self in (EngineState.READY, EngineState.RECOVERING)
 
 
 @dataclass(frozen=True, kw_only=True)

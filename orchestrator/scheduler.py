@@ -1,6 +1,6 @@
 """The one place that decides what each step computes. Plain state: no I/O, no clock, no asyncio.
 
-In: ``add``, ``abort``, ``update(StepResult)``. Out: ``schedule() -> StepPlan | None``.
+In: ``add``, ``abort``, ``update(StepResult)``, ``end_epoch``, ``begin_epoch``. Out: ``schedule() -> StepPlan | None``.
 
 Continuous batching with chunked prefill. A request's tokens up to its first sampled one are *prefilled* in chunks; then it
 *decodes*, one position a step. A request is in at most one step in flight. So that all stages have work, a step takes
@@ -9,10 +9,16 @@ at most ceil(active / stages) rows, and up to ``lane_depth`` steps are in flight
 KV blocks are numbered; every rank holds a pool of ``num_blocks`` and applies the same plans in the same order. That is
 why a block or a sequence slot may be given to somebody else while a step that still writes to it is in flight: on every
 rank the earlier step's writes come first.
+
+When ranks are lost, nothing of what they all held is used again: ``end_epoch`` puts every unfinished request back to
+waiting, and it is prefilled again, prompt and tokens so far, as after a preemption. One that was in flight in two losses
+and got no token in between is a *suspect*: suspects are computed first and alone, one after the other, each until it gets
+a token. One that is lost even so has failed.
 """
 
 from bisect import insort
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from orchestrator.request import FinishReason, QueueFull, Request, TokenChunk
@@ -68,6 +74,7 @@ class _Sequence:
     is_in_flight: bool = False
     scores_from: int = 0  # in flight: the position of the first of the scored tokens
     token_step_id: int = -1  # the step that sampled its last token
+    num_tokens_when_lost: int = -1  # when ranks were last lost while it was in flight
 
     @property
     def num_tokens(self) -> int:
@@ -77,6 +84,7 @@ class _Sequence:
 class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
+        self.epoch = config.epoch
         self.num_preemptions = 0
         self.num_stale_rows = 0
         self._next_step_id = 0
@@ -84,6 +92,7 @@ class Scheduler:
         self._sequences: dict[str, _Sequence] = {}
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []  # by arrival: the first has the highest priority
+        self._suspects: list[_Sequence] = []  # by arrival: the first is computed, alone
         self._seats: list[_Sequence | None] = [None] * config.max_num_seqs
         self._generations = [0] * config.max_num_seqs
         self._free_slots = deque(range(config.max_num_seqs))
@@ -149,16 +158,45 @@ class Scheduler:
         """The next step, or None when nothing can be planned now: no work, all of it in flight, or lanes full."""
         if len(self._in_flight) >= self.config.lane_depth:
             return None
-        picked = self._pick_rows()
-        if not picked:
-            return None
+        picked = self._pick_suspect(self._suspects[0]) if self._suspects else self._pick_rows()
+        return self._plan(picked) if picked else None
+
+    def heartbeat(self) -> StepPlan:
+        """A step without rows, which still goes through every boundary and back. Only while none is in flight."""
+        return self._plan([])
+
+    def end_epoch(self) -> list[Request]:
+        """Ranks are lost: no step in flight comes back. Every unfinished request waits to be computed again; returns those that
+        have failed: they were computed alone, because they were suspects, and are forgotten."""
+        lost = [sequence for sequences in self._in_flight.values() for sequence in sequences if sequence.slot >= 0]
+        self._in_flight.clear()
+        for sequence in reversed(self._running.copy()):
+            sequence.is_in_flight = False
+            self._leave_seat(sequence)
+            self._waiting.appendleft(sequence)
+        self._waiting = deque(sorted(self._waiting, key=lambda s: s.arrival))
+        self._freed.clear()  # new ranks, or old ones with new tables: no slot is taken
+        failed = [sequence.request for sequence in lost if sequence in self._suspects]
+        for sequence in lost:
+            if sequence in self._suspects:
+                self._remove(sequence)
+            elif sequence.num_tokens == sequence.num_tokens_when_lost:
+                insort(self._suspects, sequence, key=lambda s: s.arrival)
+            sequence.num_tokens_when_lost = sequence.num_tokens
+        return failed
+
+    def begin_epoch(self, epoch: int) -> None:
+        """From now on plans are of ``epoch``; its ranks hold nothing yet."""
+        self.epoch = epoch
+
+    def _plan(self, picked: Sequence[tuple[_Sequence, PlanRow]]) -> StepPlan:
         step_id = self._next_step_id
         self._next_step_id += 1
         self._in_flight[step_id] = [sequence for sequence, _ in picked]
         freed, self._freed = self._freed, []
         needs = {s.token_step_id for s, row in picked if row.kind is RowKind.DECODE}
         return StepPlan(
-            epoch=self.config.epoch,
+            epoch=self.epoch,
             step_id=step_id,
             rows=[row for _, row in picked],
             freed=freed,
@@ -194,6 +232,21 @@ class Scheduler:
         return chunks
 
     # ---- choosing rows --------------------------------------------------------------------------------------------
+
+    def _pick_suspect(self, suspect: _Sequence) -> list[tuple[_Sequence, PlanRow]]:
+        """The next chunk of a suspect, when nothing is in flight; its place is made if there is none."""
+        if self._in_flight:
+            return []
+        if suspect.slot < 0:
+            num_blocks = self._num_blocks_for(suspect.num_tokens + 1)
+            while not self._free_slots or len(self._free_blocks) < num_blocks:
+                self._preempt(self._running[-1])
+            self._waiting.remove(suspect)
+            self._admit(suspect)
+        max_tokens = self.config.max_num_batched_tokens
+        if _num_unscored(suspect):
+            max_tokens = min(max_tokens, MAX_SCORED_TOKENS)
+        return [(suspect, self._prefill_row(suspect, max_tokens))]
 
     def _pick_rows(self) -> list[tuple[_Sequence, PlanRow]]:
         max_rows = self._max_rows()
@@ -363,6 +416,8 @@ class Scheduler:
         planned_at_ns = request.planned_at_ns if is_first else 0
         sequence.is_prefilling = False
         sequence.token_step_id = step_id
+        if sequence in self._suspects:
+            self._suspects.remove(sequence)
         if params.max_tokens == 0:  # the prompt is computed, which is all that was asked for
             self._remove(sequence)
             return TokenChunk([], FinishReason.LENGTH, prompt_logprobs=prompt_logprobs, planned_at_ns=planned_at_ns)
@@ -395,6 +450,8 @@ class Scheduler:
 
     def _remove(self, sequence: _Sequence) -> None:
         del self._sequences[sequence.request.request_id]
+        if sequence in self._suspects:
+            self._suspects.remove(sequence)
         if sequence.slot >= 0:
             self._leave_seat(sequence)
         else:

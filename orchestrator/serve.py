@@ -29,8 +29,10 @@ from orchestrator.launch import Launcher, rank_environment, run_child
 from orchestrator.loading import create_progress, describe_loads
 from orchestrator.loop_lag import watch_loop_lag
 from orchestrator.pipeline import Pipeline, PipelineConfig, assemble, describe
+from orchestrator.recovery import Recovery
 from orchestrator.request import ServedModel, ShutDown
 from orchestrator.scheduler import Scheduler, SchedulerConfig
+from orchestrator.sight import ProcessSight
 from orchestrator.tokenizer import Tokenizer
 from stages.errors import ConfigError, RankLost, StagewireError
 from stages.model.source import ModelConfig, ModelSource, conversion_command, locate_model, read_model_config
@@ -107,9 +109,10 @@ class _Worker:
         self._exporter = ExporterProcess(metrics_sock, self._ledgers)
         self._started_at = started_at
         self._metrics = EngineMetrics(LedgerWriter(os.dup(self._ledgers[-1])))
-        self._engine = Engine(config.step_timeout, self._metrics)
-        self._tokenizer: Tokenizer | None = None
         self._launcher = Launcher()
+        self._sight = ProcessSight(lambda: self._launcher.process_ids, self._ledgers[:-1])
+        self._engine = Engine(config.step_timeout, self._metrics, self._sight)
+        self._tokenizer: Tokenizer | None = None
         self._is_stopping = asyncio.Event()  # the first SIGTERM or SIGINT
         self._is_aborting = asyncio.Event()  # the second
         exporter = metrics_sock.getsockname()[:2]
@@ -140,6 +143,7 @@ class _Worker:
             for task in (exporting, watching):
                 task.cancel()
             await asyncio.gather(exporting, watching, return_exceptions=True)
+            self._sight.close()
             for fd in self._ledgers:
                 os.close(fd)
 
@@ -154,7 +158,7 @@ class _Worker:
             log.info("stopped while starting")
             return DRAINED
         await starting
-        serving = asyncio.create_task(self._engine.serve_ranks(), name="engine")
+        serving = asyncio.create_task(self._engine.serve_ranks(self._recovery.recover), name="engine")
         probing = asyncio.create_task(self._probe(), name="probe")
         try:
             first = await _first(serving, probing, self._is_stopping.wait())
@@ -296,6 +300,9 @@ class _Worker:
         )
         with contextlib.closing(create_progress(num_ranks, sys.stderr)) as progress:
             pipeline = await assemble(self._launcher.channels, setups, wanted, progress.update)
+        self._recovery = Recovery(
+            self._launcher, setups, wanted, pipeline, config.max_restarts, config.step_timeout, self._sight
+        )
         for line in describe_loads(pipeline.offers):
             log.info("%s", line)
         return pipeline

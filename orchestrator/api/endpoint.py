@@ -46,8 +46,8 @@ class Service:
     def require_model(self) -> tuple[ServedModel, Tokenizer]:
         """``NotReady`` unless requests are admitted."""
         model, tokenizer, state = self.engine.served_model, self.tokenizer_provider(), self.engine.state
-        if state is not EngineState.READY or model is None or tokenizer is None:
-            raise NotReady(f"the server is {EngineState.STARTING if state is EngineState.READY else state}")
+        if not state.admits or model is None or tokenizer is None:
+            raise NotReady(f"the server is {EngineState.STARTING if state.admits else state}")
         return model, tokenizer
 
     def fingerprint(self, model: ServedModel) -> str:

@@ -1,5 +1,6 @@
 """A real worker: ``stagewire serve`` as a process, with its ranks, as a user starts it."""
 
+import contextlib
 import json
 import os
 import re
@@ -67,9 +68,14 @@ class Worker:
         return list(self._family.values())
 
     def rank_processes(self) -> list[psutil.Process]:
-        """The rank processes, in rank order."""
-        ranks = [p for p in self.family() if p.pid != self.process.pid and "orchestrator.rank_main" in p.cmdline()]
-        return sorted(ranks, key=lambda p: p.cmdline()[p.cmdline().index("--control") + 1])
+        """The rank processes that live, in rank order."""
+        ranks: list[tuple[str, psutil.Process]] = []
+        for process in self.family():
+            with contextlib.suppress(psutil.NoSuchProcess):  # also of a zombie
+                arguments = process.cmdline()
+                if process.pid != self.process.pid and "orchestrator.rank_main" in arguments:
+                    ranks.append((arguments[arguments.index("--control") + 1], process))
+        return [process for _, process in sorted(ranks, key=lambda rank: rank[0])]
 
     def stop(self, signum: int = signal.SIGTERM) -> int:
         """Send a signal and wait for the end; returns the exit code."""
@@ -92,7 +98,7 @@ class Worker:
     def kill(self) -> None:
         """For the end of a test that failed half way."""
         for process in self.family():
-            if process.is_running():
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         if self.process.poll() is None:
             self.process.kill()
