@@ -6,8 +6,11 @@ temperature, then ``top_k`` keeps the k largest, then ``top_p`` keeps the fewest
 at least p, then ``min_p`` drops what is less probable than min_p times the most probable token. The most probable token always
 stays, and tokens that tie with the least of those kept stay too, so that no result depends on how a sort breaks ties.
 
-A draw is a pure function of the logits and of (seed, position): one uniform number from Philox with the seed as its key and
-the position of the sampled token as its counter, looked up in the cumulative distribution in token-id order (float64).
+A draw is a pure function of the logits and of (seed, position): a race between tokens, each with an exponential time from
+Philox with the seed as its key and the position of the sampled token in its counter, divided by its weight (float64); first
+between blocks of tokens, then in the block that won, so that some hundred random numbers serve any vocabulary. Logits that
+differ in their last bits, as those of a batch of another size, then give another token only in a near tie of the two fastest; a
+number looked up in the cumulative distribution would fall on another of the many improbable tokens every few dozen times.
 Temperature 0 is greedy; of equal logits the lowest token id wins. Log-probabilities are of the logits as they came.
 
 Nothing here waits for a GPU, and a row that asks for none of a feature takes no part in what it costs.
@@ -18,7 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch.nn.functional import pad
 
 from stages.device import Stream
 from stages.history import TokenHistory
@@ -31,6 +36,7 @@ from stages.upload import upload
 
 # top_p looks at this many of the largest logits first, and at the whole row only when they do not add up to p.
 NUM_NUCLEUS_CANDIDATES = 256
+DRAW_BLOCK = 256  # tokens; near the root of usual vocabularies
 
 
 @dataclass
@@ -279,28 +285,27 @@ class _Seat:
         return self._ban + self._bias if position < self._is_banned_until else self._bias
 
 
-def uniform(seed: int, position: int) -> float:
-    """The number in [0, 1) that decides the token at ``position`` of a sequence with ``seed`` (any 64 bits)."""
-    bits = np.random.Philox(key=seed % 2**64, counter=position).random_raw()
-    return (int(bits) >> 11) * 2.0**-53
+def race_times(seed: int, position: int, count: int) -> npt.NDArray[np.float64]:
+    """The exponential times ``[count]``, all above 0, that decide the token at ``position`` of a sequence with ``seed`` (any 64
+    bits)."""
+    bits = np.random.Philox(key=seed % 2**64, counter=position << 64).random_raw(count)
+    return -np.log(((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53)
 
 
 def _draw(logits: torch.Tensor, samplings: Sequence[RowSampling], positions: Sequence[int]) -> torch.Tensor:
     """Token ids ``[n]`` drawn from ``logits [n, vocab]``, every row by itself: nothing here mixes rows."""
-    device = logits.device
+    device, num_rows = logits.device, len(logits)
     logits = logits.to(torch.float64)
     scaled = logits - logits.amax(dim=1, keepdim=True)  # the largest is 0, so a small temperature cannot overflow
     scaled /= upload([s.temperature for s in samplings], torch.float64, device)[:, None]
     weights = _truncated(scaled.exp(), samplings)
-    cumulative = weights.cumsum(dim=1)
-    uniforms = upload(
-        [uniform(s.seed, position) for s, position in zip(samplings, positions, strict=True)], torch.float64, device
-    )
-    total = cumulative[:, -1:].contiguous()
-    drawn = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True)
-    # u * total rounded up to total would fall off the end: the last token that has weight is meant.
-    last = torch.searchsorted(cumulative, total)
-    return torch.minimum(drawn, last).squeeze(1)
+    num_blocks = -(-weights.shape[1] // DRAW_BLOCK)
+    blocks = pad(weights, (0, num_blocks * DRAW_BLOCK - weights.shape[1])).view(num_rows, num_blocks, DRAW_BLOCK)
+    numbers = [race_times(s.seed, at, num_blocks + DRAW_BLOCK) for s, at in zip(samplings, positions, strict=True)]
+    times = upload(np.concatenate(numbers), torch.float64, device).view(num_rows, -1)
+    block = (blocks.sum(dim=2) / times[:, :num_blocks]).argmax(dim=1)
+    within = blocks.gather(1, block[:, None, None].expand(-1, 1, DRAW_BLOCK)).squeeze(1)
+    return block * DRAW_BLOCK + (within / times[:, num_blocks:]).argmax(dim=1)
 
 
 def _truncated(weights: torch.Tensor, samplings: Sequence[RowSampling]) -> torch.Tensor:

@@ -2,12 +2,16 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 CPU = torch.device("cpu")
 
 
-def upload(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
+def upload(
+    values: Sequence[int] | Sequence[float] | npt.NDArray[np.float64], dtype: torch.dtype, device: torch.device = CPU
+) -> torch.Tensor:
     """``values`` as a tensor ``[n]`` on ``device``, ready in the order of torch's current stream.
 
     A GPU copies it from pinned memory, which torch keeps until the copy is done; from ordinary memory the call would wait
