@@ -14,7 +14,7 @@ def main() -> None:
     path, dtype, num_ranks = sys.argv[1:]
     llm = LLM(
         model=path, dtype=dtype, pipeline_parallel_size=int(num_ranks), max_model_len=512, max_num_seqs=64,
-        enable_prefix_caching=False, skip_tokenizer_init=True,
+        enable_prefix_caching=False, skip_tokenizer_init=True, gpu_memory_utilization=0.2,
     )  # fmt: skip
     say({"ready": True})
     for line in sys.stdin:

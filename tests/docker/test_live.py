@@ -127,10 +127,15 @@ def target_of(worker: Worker) -> str:
     return worker.url.removeprefix("http://")
 
 
-def test_every_panel_of_the_boards_shows_something(smollm2: ModelSource, prometheus_program: str, tmp_path: Path) -> None:
+def test_every_panel_of_the_boards_shows_something(
+    smollm2: ModelSource, prometheus_program: str, promtool: str, tmp_path: Path
+) -> None:
     worker = Worker("--dtype", "float32")
     try:
         worker.wait_ready()
+        told = httpx.get(f"{worker.url}/metrics").text
+        checked = subprocess.run([promtool, "check", "metrics"], input=told, capture_output=True, text=True, timeout=20)
+        assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
         with prometheus_for(prometheus_program, target_of(worker), tmp_path) as prometheus, load(worker, 3, 8):
             prometheus.wait_for_a_whole_window()
             missing = []
