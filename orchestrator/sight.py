@@ -10,7 +10,7 @@ from typing import NamedTuple
 from metrics.reader import Doing, LedgerReader
 
 SAMPLE_SECONDS = 0.5  # over which the use of the processor is told; the kernel counts it in hundredths of a second
-SPINNING_SHARE = 0.5
+SPINNING_SHARE = 0.1  # a busy machine leaves a spinning process little
 
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _STATES = {"R": "running", "S": "sleeping", "D": "in the kernel, not to be disturbed", "T": "stopped", "t": "traced"}

@@ -46,18 +46,27 @@ class PlanChecker:
         self.seats: dict[int, _Seat] = {}
         self.last_generation: dict[int, int] = {}
         self.last_step_id = -1
+        self.may_skip = False
         self.block_owner: dict[int, int] = {}
         self.sampled_by: dict[tuple[int, int], int] = {}
 
+    def forget(self) -> None:
+        """A new epoch: the ranks hold nothing."""
+        self.seats.clear()
+        self.block_owner.clear()
+        self.sampled_by.clear()
+        self.may_skip = True
+
     def apply(self, plan: StepPlan) -> StepResult:
-        assert plan.step_id == self.last_step_id + 1, "plans come in order, without a gap"
-        self.last_step_id = plan.step_id
+        assert plan.step_id == self.last_step_id + 1 or (self.may_skip and plan.step_id > self.last_step_id), (
+            "a gap in the plans"
+        )
+        self.last_step_id, self.may_skip = plan.step_id, False
         for slot, generation in plan.freed:
             seat = self.seats.pop(slot)
             assert seat.generation == generation, "a slot is freed once, by its generation"
             for block in seat.blocks:
                 assert self.block_owner.pop(block) == slot
-        assert plan.rows, "no empty plan is asked for here"
         assert plan.num_tokens <= self.max_tokens
         assert len({row.slot for row in plan.rows}) == len(plan.rows), "one row of a slot in a step"
         assert sum(len(row.scored) for row in plan.rows) <= MAX_SCORED_TOKENS

@@ -325,3 +325,129 @@ def test_random_lives_of_many_requests(
 
 def test_the_made_up_tokens_depend_on_every_token() -> None:
     assert next_token([1, 2, 3]) != next_token([2, 1, 3]) != next_token([1, 3])
+
+
+# ---- lost ranks -------------------------------------------------------------------------------------------------------
+
+
+def lose_ranks(run: Run) -> list[str]:
+    """New ranks, which know nothing; returns the requests that failed."""
+    run.results.clear()
+    failed = [request.request_id for request in run.scheduler.end_epoch()]
+    run.scheduler.begin_epoch(run.scheduler.epoch + 1)
+    run.checker.forget()
+    return failed
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_whatever_is_lost_every_request_gets_its_tokens_once(data: st.DataObject) -> None:
+    chance = random.Random(data.draw(st.integers(0, 2**32)))
+    num_stages = chance.randint(1, 4)
+    run = Run(
+        make_scheduler(
+            num_stages=num_stages,
+            lane_depth=num_stages,
+            max_num_seqs=chance.choice([2, 8]),
+            max_num_batched_tokens=chance.choice([3, 16]),
+            max_model_len=40,
+            num_blocks=chance.choice([10, 30, 200]),
+        )
+    )
+    wanted: dict[str, list[int]] = {}
+    aborted: set[str] = set()
+    num_losses = 0
+    while len(wanted) < 12 or run.scheduler.requests():
+        match chance.choice(["add", "plan", "plan", "result", "result", "result", "abort", "lose"]):
+            case "add" if len(wanted) < 12:
+                prompt = [chance.randrange(1000) for _ in range(chance.randint(1, 20))]
+                name, count = str(len(wanted)), chance.randint(1, 12)
+                run.scheduler.add(make_request(name, prompt, count))
+                wanted[name] = expected_tokens(prompt, count)
+            case "plan":
+                run.plan()
+            case "result" if run.results:
+                run.result()
+            case "abort" if chance.random() < 0.1 and (requests := run.scheduler.requests()):
+                request_id = chance.choice(requests).request_id
+                run.scheduler.abort(request_id)
+                aborted.add(request_id)
+            case "lose" if num_losses < 20:
+                num_losses += 1
+                # What is lost when it is alone and suspected fails; all else goes on.
+                aborted.update(lose_ranks(run))
+            case _:
+                pass
+    run.to_the_end()
+    for name, tokens in wanted.items():
+        got = run.tokens.get(name, [])
+        assert got == (tokens[: len(got)] if name in aborted else tokens)
+    run.check_nothing_is_left()
+
+
+def test_what_is_lost_with_a_token_in_between_is_never_suspected() -> None:
+    run = Run(make_scheduler())
+    for i in range(6):
+        run.scheduler.add(make_request(str(i), [i, i + 1], max_tokens=8))
+    while run.scheduler.requests():
+        done = dict.fromkeys(map(str, range(6)), 0) | {name: len(tokens) for name, tokens in run.tokens.items()}
+        while any(
+            len(run.tokens.get(request.request_id, ())) == done[request.request_id] for request in run.scheduler.requests()
+        ):
+            run.plan_all()
+            run.result()
+        run.plan_all()
+        assert lose_ranks(run) == []
+        run.plan_all()
+        assert sum(len(results.rows) for results in run.results) > 1 or len(run.scheduler.requests()) <= 1
+    assert run.tokens == {str(i): expected_tokens([i, i + 1], 8) for i in range(6)}
+
+
+def test_the_request_that_kills_its_ranks_fails_alone_and_the_others_go_on() -> None:
+    run = Run(make_scheduler(num_stages=3, lane_depth=3))
+    for i in range(9):
+        run.scheduler.add(make_request(str(i), [i, i], max_tokens=6))
+    failed: list[str] = []
+    num_losses = 0
+    while run.scheduler.requests():
+        plans = run.plan_all()
+        deadly = any(row.token_ids[:2] == [4, 4] for plan in plans for row in plan.rows)
+        if deadly:
+            num_losses += 1
+            failed += lose_ranks(run)
+        else:
+            run.result()
+    assert failed == ["4"]
+    assert num_losses == 3, "once, again, and alone"
+    assert run.tokens == {str(i): expected_tokens([i, i], 6) for i in range(9) if i != 4}
+
+
+def test_a_suspect_that_gets_a_token_alone_is_none_any_more() -> None:
+    run = Run(make_scheduler(max_num_seqs=2, num_blocks=40, max_model_len=80))
+    for i in range(3):
+        run.scheduler.add(make_request(str(i), [i] * 60, max_tokens=3))
+    for _ in range(2):
+        run.plan_all()
+        assert lose_ranks(run) == []
+    first = run.plan_all()
+    assert [len(plan.rows) for plan in first] == [1], "alone"
+    run.result()
+    assert [len(plan.rows) for plan in run.plan_all()] == [1], (
+        "the next suspect, for which there is place only without the first"
+    )
+    run.result()
+    run.to_the_end()
+    assert run.tokens == {str(i): expected_tokens([i] * 60, 3) for i in range(3)}
+    run.check_nothing_is_left()
+
+
+def test_a_heartbeat_goes_through_and_changes_nothing() -> None:
+    run = Run(make_scheduler())
+    plan = run.scheduler.heartbeat()
+    assert (plan.rows, plan.step_id, plan.num_in_flight) == ([], 0, 1)
+    assert run.scheduler.update(StepResult(0, 0, [])) == []
+    run.checker.last_step_id = 0
+    run.scheduler.add(make_request("a", [1, 2]))
+    run.to_the_end()
+    assert run.tokens["a"] == expected_tokens([1, 2], 4)
+    run.check_nothing_is_left()
