@@ -112,6 +112,9 @@ class Folder:
             if record.step_id == UNLINKED:  # what was under way is told by no other record
                 state = "idle" if not record.num_rows else "wait_token" if self._is_first else "wait_input"
                 words[self._states[state]] += max(record.begun_ns - words[UNTIL_WORD], 0)
+            else:  # what the process before was at when it ended, as far as it was told: else the counters would stand still
+                for state, ns in self._reader.told_state_times().items():
+                    words[self._states[state]] = max(words[self._states[state]], ns)
             words[UNTIL_WORD] = words[TOKENS_AT_WORD] = record.begun_ns
             words[COMPUTED_FOLDED_WORD] = words[COMPUTED_WORD]
             return

@@ -238,6 +238,10 @@ class LedgerReader:
             self._highest[state] = times[state] = max(ns, self._highest.get(state, 0))
         return times
 
+    def told_state_times(self) -> dict[str, int]:
+        """The most that ``state_times`` has told; of states that it told anything of."""
+        return self._highest.copy()
+
     def _open_times(self, now_ns: int) -> dict[str, int]:
         """How the time is spent that no record accounts for yet: since the last step of which everything has ended."""
         words = self._words

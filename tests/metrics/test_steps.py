@@ -177,6 +177,25 @@ def test_a_restart_goes_on_counting(middle: Rank) -> None:
     assert middle.writer.words[NUM_RECORDS_WORD] == 4
 
 
+def test_the_time_in_which_a_rank_hung_before_its_restart_is_kept(middle: Rank) -> None:
+    """It was told while nobody knew that no record would come of it. What comes after is told on top, from the start."""
+    middle.folder.fold()
+
+    def compute_for(ns: int) -> dict[str, int]:
+        middle.recorder.begin(FakePlan(0), time.perf_counter_ns())
+        middle.recorder.ended(RECV, until_ns := time.perf_counter_ns())
+        while time.perf_counter_ns() < until_ns + ns:
+            pass
+        return middle.reader.state_times()
+
+    told = compute_for(20 * MS)
+    assert told["compute"] >= 20 * MS
+    middle.recorder = StepRecorder(LedgerWriter(os.dup(middle.fd)))
+    middle.folder.fold()
+    middle.recorder.linked(2, "shared_memory", [FORWARD, RECV], num_slots=3, row_bytes=HIDDEN_BYTES, has_device_clock=False)
+    assert compute_for(10 * MS)["compute"] >= told["compute"] + 10 * MS
+
+
 # ---- where the time goes ------------------------------------------------------------------------------------------------
 
 
