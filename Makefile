@@ -5,6 +5,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_PIP_ARGS ?=
 SERVE_ARGS ?=
+TRIAL_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
@@ -59,7 +60,7 @@ boards: $(READY)
 
 # Builds the image and runs the whole of compose.yaml on a Docker engine. Not part of `make test`; says what it needs.
 docker-test:
-	$(PYTHON) tests/docker/trial.py
+	$(PYTHON) tests/docker/trial.py $(TRIAL_ARGS)
 
 # The newest versions that pyproject.toml allows, as pip resolves them in an empty environment. torch and what
 # comes with its CUDA builds are left out: the pins must suit whichever build a machine has.
