@@ -182,8 +182,8 @@ def _resolve(
     found, unknown = parser.parse_known_args(arguments)
     if unknown:
         raise ConfigError(_unknown_argument(unknown[0]))
-    texts: dict[str, str | None] = {option.field: getattr(found, option.field) for option in OPTIONS}
-    given = {name: text for name, text in texts.items() if text is not None}
+    texts: dict[str, str | list[str] | None] = {option.field: getattr(found, option.field) for option in OPTIONS}
+    given = {name: text if isinstance(text, str) else ",".join(text) for name, text in texts.items() if text is not None}
     positional: str | None = found.positional_model
     if positional is not None:
         if given.get("model", positional) != positional:
@@ -227,6 +227,7 @@ def _serve_parser(command: str, description: str) -> argparse.ArgumentParser:
             *option.aliases,
             option.flag,
             dest=option.field,
+            action="append" if option.repeats else "store",
             metavar=option.field.rpartition("_")[2].upper(),
             help=f"{option.help}{default} [{option.variable}]".replace("%", "%%"),
         )

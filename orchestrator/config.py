@@ -24,6 +24,7 @@ CONFIG_FLAG = "--config"
 CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
 CONFIG_HELP = "a YAML file of options, each by its name with _ for -, as `max_num_seqs: 32`"
 DEFAULT = "default"
+HIDDEN = "(hidden)"
 
 # Kubernetes puts these into every container of a namespace that has a Service called "stagewire". They are not ours.
 _SERVICE_LINK = re.compile(r"STAGEWIRE_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
@@ -49,6 +50,8 @@ class Option:
     aliases: tuple[str, ...]
     takes_list: bool  # in a file its value may also be a list
     room: str
+    repeats: bool = False  # its flag may be given several times, for a list
+    is_secret: bool = False  # its value is never shown
 
     @property
     def flag(self) -> str:
@@ -63,14 +66,14 @@ class Option:
         try:
             value = self.parse(text)
         except ValueError:
-            shown = _shorten(text) or "(empty)"
+            shown = HIDDEN if self.is_secret else _shorten(text) or "(empty)"
             raise ConfigError(f"{source} {shown}: must be {self.rule.text}") from None
         self.check(value, source, text)
         return value
 
     def check(self, value: Any, source: str, text: str | None = None) -> None:
         if not self.rule.accepts(value):
-            shown = str(value) if text is None else text
+            shown = HIDDEN if self.is_secret else str(value) if text is None else text
             raise ConfigError(f"{source} {_shorten(shown)}: must be {self.rule.text}")
 
 
@@ -79,8 +82,9 @@ def _shorten(text: str, limit: int = 200) -> str:
     return one_line if len(one_line) <= limit else one_line[:limit] + "..."
 
 
-def _option(default: Any, help: str, parse: Callable[[str], Any], rule: Rule, *aliases: str, takes_list: bool = False) -> Any:
-    metadata = {"help": help, "parse": parse, "rule": rule, "aliases": aliases, "takes_list": takes_list}
+def _option(default: Any, help: str, parse: Callable[[str], Any], rule: Rule, *aliases: str, **traits: bool) -> Any:
+    """``traits`` are those of ``Option`` that hold."""
+    metadata = {"help": help, "parse": parse, "rule": rule, "aliases": aliases, "takes_list": False, **traits}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -109,6 +113,10 @@ _DEVICE = Rule(
         value in ("auto", "cuda") or all(re.fullmatch(r"cpu|cuda:[0-9]{1,3}", name.strip()) for name in value.split(","))
     ),
 )
+_API_KEYS = Rule(
+    text="keys of printable ASCII characters without spaces, with commas between",
+    accepts=lambda value: len(value) > 0 and all(re.fullmatch(r"[\x21-\x7e]+", key) for key in value),
+)
 _SPLIT = Rule(
     text="layer counts of at least 1 with commas between, such as 16,14",
     accepts=lambda value: len(value) > 0 and min(value) >= 1,
@@ -128,6 +136,10 @@ def _parse_bytes(text: str) -> int:
         raise ValueError
     exponent = " KMGT".index(found[2].upper()) if found[2] else 0
     return int(float(found[1]) * 1024**exponent) if "." in found[1] else int(found[1]) * 1024**exponent
+
+
+def _parse_keys(text: str) -> tuple[str, ...]:
+    return tuple(key.strip() for key in text.split(","))
 
 
 def _parse_split(text: str) -> tuple[int, ...]:
@@ -243,6 +255,16 @@ class HttpOptions:
     max_body_bytes: int = _option(
         8 * 2**20, "largest request body; a larger one is answered 413 (default: 8M)", _parse_bytes, _BYTES
     )
+    api_key: tuple[str, ...] | None = _option(
+        None,
+        "a key that clients must bear, on every route but the probes and the metrics; may be given several times",
+        _parse_keys,
+        _optional(_API_KEYS),
+        takes_list=True,
+        repeats=True,
+        is_secret=True,
+    )
+    api_key_file: str | None = _option(None, "a file of such keys, one a line", str, _optional(_TEXT))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,6 +331,15 @@ def _options() -> tuple[Option, ...]:
 
 
 OPTIONS: tuple[Option, ...] = _options()
+
+
+def redacted(config: ServeConfig) -> dict[str, Any]:
+    """Every option's value by its field, without the secrets."""
+    return {
+        option.field: HIDDEN if option.is_secret and value is not None else value
+        for option in OPTIONS
+        for value in (getattr(config, option.field),)
+    }
 
 
 @dataclass(frozen=True)

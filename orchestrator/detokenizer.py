@@ -54,11 +54,14 @@ class IncrementalDetokenizer:
     Text that may be the beginning of a stop string is held back. The stop string that is complete first ends the text
     just before it, the longest one when several are complete at once, so that the answer does not depend on how the text
     was cut into tokens. ``stopped_by`` is that string, after which nothing more comes out. The text of the first
-    ``num_exempt_tokens`` is not searched.
+    ``num_exempt_tokens`` is not searched. With ``includes_stop`` the text ends just after the stop string.
     """
 
-    def __init__(self, stream: TextStream, stop: Sequence[str] = (), num_exempt_tokens: int = 0) -> None:
+    def __init__(
+        self, stream: TextStream, stop: Sequence[str] = (), num_exempt_tokens: int = 0, includes_stop: bool = False
+    ) -> None:
         self._stream = stream
+        self._includes_stop = includes_stop
         self._stop = tuple(stop)
         self._first_chars = {text[0] for text in stop}
         self._longest = max(map(len, stop), default=0)
@@ -92,9 +95,9 @@ class IncrementalDetokenizer:
         text = self._held + text
         found = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
         if found:
-            _, start, self.stopped_by = min(found)
+            end, start, self.stopped_by = min(found)
             self._held = ""
-            return text[:start]
+            return text[: end if self._includes_stop else start]
         end = self._safe_end(text)
         self._held = text[end:]
         return text[:end]

@@ -4,12 +4,13 @@ import json
 from collections.abc import Callable
 from typing import Any, cast
 
-from orchestrator.config import DEFAULT, OPTIONS, Resolved
+from orchestrator.config import DEFAULT, OPTIONS, Resolved, redacted
 
 
 def as_table(resolved: Resolved) -> str:
     """A line per option: its name, its value, and its source."""
-    rows = [(option.flag, _shown(getattr(resolved.config, option.field)), resolved.sources[option.field]) for option in OPTIONS]
+    values = redacted(resolved.config)
+    rows = [(option.flag, _shown(values[option.field]), resolved.sources[option.field]) for option in OPTIONS]
     widths = [max(len(row[column]) for row in [*rows, ("option", "value", "")]) for column in range(2)]
     lines = [("option", "value", "from"), *rows]
     return "\n".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in lines)
@@ -37,7 +38,8 @@ def as_yaml(resolved: Resolved) -> str:
 
 
 def _values(resolved: Resolved) -> dict[str, Any]:
-    values = {option.field: getattr(resolved.config, option.field) for option in OPTIONS}
+    """A secret is null, since its stand-in would be read as one."""
+    values = {option.field: None if option.is_secret else getattr(resolved.config, option.field) for option in OPTIONS}
     return {name: list(cast(tuple[int, ...], value)) if isinstance(value, tuple) else value for name, value in values.items()}
 
 

@@ -52,10 +52,14 @@ class Tokenizer:
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def detokenizer(
-        self, stop: Sequence[str] = (), skip_special_tokens: bool = True, num_exempt_tokens: int = 0
+        self,
+        stop: Sequence[str] = (),
+        skip_special_tokens: bool = True,
+        num_exempt_tokens: int = 0,
+        includes_stop: bool = False,
     ) -> IncrementalDetokenizer:
-        """For one generation, whose text ends before the first of ``stop`` (non-empty strings) past its exempt tokens."""
-        return IncrementalDetokenizer(self.text_stream(skip_special_tokens), stop, num_exempt_tokens)
+        """For one generation, whose text ends at the first of ``stop`` (non-empty strings) past its exempt tokens."""
+        return IncrementalDetokenizer(self.text_stream(skip_special_tokens), stop, num_exempt_tokens, includes_stop)
 
     def text_stream(self, skip_special_tokens: bool = True) -> TextStream:
         return self._text_streams.open(skip_special_tokens)

@@ -8,6 +8,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from metrics.engine import EngineMetrics
+from orchestrator.api.api_key import ApiKeyMiddleware, read_api_keys
 from orchestrator.api.chat import Chat
 from orchestrator.api.completions import Completions
 from orchestrator.api.endpoint import GenerationEndpoint, Service, TokenizerProvider
@@ -17,6 +18,7 @@ from orchestrator.api.probes import Probes
 from orchestrator.api.relay import Address, MetricsRelay
 from orchestrator.api.request_id import RequestIdMiddleware
 from orchestrator.api.responses import error_response
+from orchestrator.api.token_routes import TokenRoutes
 from orchestrator.config import ServeConfig
 from stages.errors import StagewireError
 
@@ -36,6 +38,7 @@ def create_app(
     """
     service = Service(engine=engine, tokenizer_provider=tokenizer_provider, config=config, metrics=metrics)
     probes = Probes(service, MetricsRelay(exporter))
+    tokens = TokenRoutes(service)
     app = Starlette(
         routes=[
             Route("/v1/completions", GenerationEndpoint(service, Completions()), methods=["POST"]),
@@ -45,10 +48,15 @@ def create_app(
             Route("/health", probes.readyz),
             Route("/readyz", probes.readyz),
             Route("/livez", probes.livez),
+            Route("/ping", probes.readyz, methods=["GET", "POST"]),
             Route("/version", probes.version),
+            Route("/load", probes.load),
+            Route("/server_info", probes.server_info),
+            Route("/tokenize", tokens.tokenize, methods=["POST"]),
+            Route("/detokenize", tokens.detokenize, methods=["POST"]),
             Route("/metrics", probes.metrics),
         ],
-        middleware=[Middleware(RequestIdMiddleware)],
+        middleware=[Middleware(RequestIdMiddleware), Middleware(ApiKeyMiddleware, keys=read_api_keys(config))],
         exception_handlers={
             HTTPException: _on_http_exception,
             ApiError: _on_exception,

@@ -107,6 +107,7 @@ class GenerationEndpoint(Generic[R]):
         refuse_unsupported(request)
         text_options = TextOptions(
             stop=stop_strings(request),
+            includes_stop=bool(request.include_stop_str_in_output),
             skips_special_tokens=request.skip_special_tokens is not False,
             is_echoed=dialect.is_echoed(request),
         )

@@ -30,9 +30,13 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    """``stop`` are the strings that end the text, ``is_echoed``: it begins with the prompt."""
+    """``stop`` are the strings that end the text, ``is_echoed``: it begins with the prompt.
+
+    ``includes_stop``: what ended the text, a stop string or a stop token, is part of it.
+    """
 
     stop: Sequence[str]
+    includes_stop: bool
     skips_special_tokens: bool
     is_echoed: bool
 
@@ -60,7 +64,10 @@ class Generation:
         skips_special = text_options.skips_special_tokens
         self.index = index
         self._metrics = metrics
-        self._detokenizer = tokenizer.detokenizer(text_options.stop, skips_special, params.min_tokens)
+        self._detokenizer = tokenizer.detokenizer(
+            text_options.stop, skips_special, params.min_tokens, text_options.includes_stop
+        )
+        self._includes_stop = text_options.includes_stop
         self._echo = ""  # what the text still has to begin with
         if text_options.is_echoed:
             self._echo = tokenizer.decode(prompt.token_ids, skips_special) if prompt.text is None else prompt.text
@@ -127,7 +134,8 @@ class Generation:
         if chunk.finish_reason is None:
             text = self._detokenizer.push(chunk.token_ids)
         else:
-            shown = chunk.token_ids if chunk.stop_token_id is None else chunk.token_ids[:-1]
+            is_whole = chunk.stop_token_id is None or self._includes_stop
+            shown = chunk.token_ids if is_whole else chunk.token_ids[:-1]
             text = self._detokenizer.push(shown) + self._detokenizer.flush()
         self._metrics.detokenize.observe(time.perf_counter_ns() - started_at_ns)
         if self._echo:

@@ -8,7 +8,8 @@ from orchestrator.api.endpoint import Service
 from orchestrator.api.errors import ApiError
 from orchestrator.api.relay import MetricsRelay
 from orchestrator.api.responses import json_response
-from orchestrator.api.schema import ModelCard, ModelList
+from orchestrator.api.schema import Load, ModelCard, ModelList
+from orchestrator.config import redacted
 from orchestrator.request import EngineState, NotReady
 
 
@@ -28,6 +29,21 @@ class Probes:
             return json_response({"status": state})
         headers = {"retry-after": str(NotReady.retry_after_seconds)}
         return json_response({"status": state, "reason": f"the server is {state}"}, 503, headers)
+
+    async def load(self, request: Request) -> Response:
+        engine = self._service.engine
+        running, waiting = engine.num_running, engine.num_waiting
+        return json_response(Load(num_running=running, num_waiting=waiting, server_load=running + waiting))
+
+    async def server_info(self, request: Request) -> Response:
+        """The config, without its secrets, and what is served."""
+        service = self._service
+        model = service.engine.served_model
+        served = None
+        if model is not None:
+            served = {"name": model.name, "max_model_len": model.max_model_len, "vocab_size": model.vocab_size}
+        info = {"version": __version__, "state": service.engine.state, "model": served, "config": redacted(service.config)}
+        return json_response(info)
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": __version__})

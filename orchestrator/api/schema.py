@@ -37,6 +37,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     n: int | None = None
     best_of: int | None = None
     skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -46,7 +47,6 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     allowed_token_ids: Any = None
     logits_processors: Any = None
     use_beam_search: Any = None
-    include_stop_str_in_output: Any = None
     return_token_ids: Any = None
     truncate_prompt_tokens: Any = None
     response_format: Any = None
@@ -107,7 +107,6 @@ _HARMLESS: Mapping[str, Callable[[Any], bool]] = {
     "allowed_token_ids": lambda value: False,
     "logits_processors": _is_empty,
     "use_beam_search": _is_empty,
-    "include_stop_str_in_output": _is_empty,
     "return_token_ids": _is_empty,
     "truncate_prompt_tokens": lambda value: False,
     "response_format": _equals({"type": "text"}),
@@ -252,6 +251,42 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | msgspec.UnsetType = msgspec.UNSET
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """``prompt`` or ``messages``. ``add_special_tokens`` is for a prompt, the others but ``return_token_strs`` for messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class Tokens(msgspec.Struct, frozen=True, kw_only=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    model: str | None = None
+    tokens: list[Any] | None = None
+
+
+class Detokenized(msgspec.Struct, frozen=True, kw_only=True):
+    prompt: str
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests: those under way, those that wait, and both."""
+
+    num_running: int
+    num_waiting: int
+    server_load: int
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,9 +11,9 @@ MAX_CHARS_ON_THE_LOOP = 10_000
 CHARS_A_MESSAGE_IS_WORTH = 50  # a template takes some 5 µs for each
 
 
-async def encode_all(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+async def encode_all(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
     def encode() -> list[list[int]]:
-        return [tokenizer.encode(text) for text in texts]
+        return [tokenizer.encode(text, add_special_tokens) for text in texts]
 
     return encode() if sum(map(len, texts)) <= MAX_CHARS_ON_THE_LOOP else await asyncio.to_thread(encode)
 

@@ -254,6 +254,18 @@ class TestWholeAnswers:
         assert server.engine.calls[0].was_aborted
         assert server.finished() == {"stop": 1}
 
+    async def test_stop_is_part_of_the_text_on_request(
+        self, server: Server, client: httpx.AsyncClient, tokenizer: Tokenizer
+    ) -> None:
+        server.will_say("one two three", None)
+        fields = {"prompt": "x", "include_stop_str_in_output": True}
+        [choice] = (await client.post(COMPLETIONS, json={**fields, "stop": " tw"})).json()["choices"]
+        assert (choice["text"], choice["stop_reason"]) == ("one tw", " tw")
+        ids = tokenizer.encode("one")
+        server.engine.script = [TokenChunk(ids, FinishReason.STOP, ids[-1])]
+        [choice] = (await client.post(COMPLETIONS, json={**fields, "stop_token_ids": ids[-1:]})).json()["choices"]
+        assert (choice["text"], choice["stop_reason"]) == ("one", ids[-1])
+
     async def test_stop_token_is_not_shown(self, server: Server, client: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
         [a, b] = tokenizer.encode("one two")[:2]
         server.engine.script = [TokenChunk([a]), TokenChunk([b], FinishReason.STOP, stop_token_id=b)]
@@ -544,6 +556,91 @@ class TestRefusals:
             response = await client.request(method, path)
             assert_error(response, 405, "method_not_allowed")
             assert set(response.headers["allow"].split(", ")) == allowed
+
+
+class TestTokens:
+    async def test_text_and_back(self, client: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
+        text = "The quick 🦊"
+        answer = (await client.post("/tokenize", json={"prompt": text, "return_token_strs": True})).json()
+        ids = tokenizer.encode(text)
+        assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (ids, len(ids), MODEL.max_model_len)
+        assert len(answer["token_strs"]) == len(ids)
+        plain = (await client.post("/tokenize", json={"prompt": text, "add_special_tokens": False})).json()
+        assert plain["tokens"] == tokenizer.encode(text, add_special_tokens=False)
+        assert plain["token_strs"] is None
+        assert (await client.post("/detokenize", json={"tokens": plain["tokens"]})).json() == {"prompt": text}
+
+    async def test_messages(self, client: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
+        for add in (True, False):
+            answer = (await client.post("/tokenize", json={"messages": USER, "add_generation_prompt": add})).json()
+            assert answer["tokens"] == tokenizer.apply_chat_template(USER, add)
+
+    @pytest.mark.parametrize(
+        ("path", "content", "code", "param"),
+        [
+            ("/tokenize", {}, "missing_required_parameter", "prompt"),
+            ("/tokenize", {"prompt": "a", "messages": USER}, "invalid_value", "messages"),
+            ("/tokenize", {"prompt": 3}, "invalid_type", "prompt"),
+            ("/detokenize", {}, "missing_required_parameter", "tokens"),
+            ("/detokenize", {"tokens": [400]}, "invalid_value", "tokens"),
+            ("/detokenize", {"tokens": [True]}, "invalid_value", "tokens"),
+        ],
+    )
+    async def test_bad_values(
+        self, client: httpx.AsyncClient, path: str, content: dict[str, Any], code: str, param: str
+    ) -> None:
+        assert_error(await client.post(path, json=content), 400, code, param)
+
+
+class TestApiKey:
+    @pytest.fixture
+    def server(self, tokenizer: Tokenizer, tmp_path: Path) -> Server:
+        (tmp_path / "keys").write_text("third\n\n")
+        server = Server(tokenizer)
+        server.config = ServeConfig(api_key=("first", "second"), api_key_file=str(tmp_path / "keys"))
+        server.app = server.create_app(NOWHERE)
+        return server
+
+    @pytest.mark.parametrize("given", [None, "Bearer", "Bearer ", "Bearer firs", "Bearer first2", "Basic first", "first"])
+    async def test_without_a_key(self, client: httpx.AsyncClient, server: Server, given: str | None) -> None:
+        headers = {} if given is None else {"authorization": given}
+        paths = (COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/v1/models", "/load", "/server_info", "/version", "/nowhere")
+        for path in paths:
+            response = await client.post(path, json={"prompt": "x"}, headers=headers)
+            assert_error(response, 401, "invalid_api_key")
+            assert response.headers["www-authenticate"] == "Bearer"
+            assert response.headers["x-request-id"]
+        assert server.engine.calls == []
+
+    @pytest.mark.parametrize("given", ["Bearer first", "Bearer second", "bearer third"])
+    async def test_with_a_key(self, client: httpx.AsyncClient, given: str) -> None:
+        assert (await client.get("/v1/models", headers={"authorization": given})).status_code == 200
+
+    async def test_probes_are_open(self, client: httpx.AsyncClient) -> None:
+        for path in ("/health", "/livez", "/readyz", "/ping"):
+            assert (await client.get(path)).status_code == 200
+
+    async def test_server_info_hides_the_keys(self, client: httpx.AsyncClient) -> None:
+        response = await client.get("/server_info", headers={"authorization": "Bearer first"})
+        info = response.json()
+        assert info["model"] == {"name": "small", "max_model_len": 64, "vocab_size": 400}
+        assert info["config"]["api_key"] == "(hidden)"
+        assert info["config"]["max_num_seqs"] == 64
+        assert "first" not in response.text
+
+    @pytest.mark.parametrize("content", [None, "", "two words", "é"])
+    async def test_file_of_keys(self, server: Server, tmp_path: Path, content: str | None) -> None:
+        file = tmp_path / "bad"
+        if content is not None:
+            file.write_text(content)
+        server.config = ServeConfig(api_key_file=str(file))
+        with pytest.raises(ConfigError, match=r"--api-key-file .*bad: must"):
+            server.create_app(NOWHERE)
+
+
+async def test_load(server: Server, client: httpx.AsyncClient) -> None:
+    server.engine.num_running, server.engine.num_waiting = 3, 2
+    assert (await client.get("/load")).json() == {"num_running": 3, "num_waiting": 2, "server_load": 5}
 
 
 class TestRequestId:

@@ -36,6 +36,9 @@ class TestServe:
         config = cli.parse_serve(["-pp", "3", "--port=0", "--kv-cache-memory-bytes", "1G", "--layer-split", "1,2,3"], {})
         assert config == ServeConfig(pipeline_parallel_size=3, port=0, kv_cache_memory_bytes=2**30, layer_split=(1, 2, 3))
 
+    def test_flag_that_repeats(self) -> None:
+        assert cli.parse_serve(["--api-key", "one", "--api-key=two,three"], {}).api_key == ("one", "two", "three")
+
     def test_model_by_place_or_by_flag(self) -> None:
         assert cli.parse_serve(["m"], {}).model == "m"
         assert cli.parse_serve(["-pp", "1", "m"], {}).model == "m"

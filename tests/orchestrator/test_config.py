@@ -2,7 +2,8 @@ import dataclasses
 
 import pytest
 
-from orchestrator.config import OPTIONS, HttpOptions, SchedulerOptions, ServeConfig, load_config, suggestion
+from orchestrator.config import OPTIONS, HttpOptions, SchedulerOptions, ServeConfig, load_config, resolve_config, suggestion
+from orchestrator.show_config import as_json, as_table, as_yaml
 from stages.errors import ConfigError
 
 
@@ -13,6 +14,7 @@ def test_defaults() -> None:
         "model": None, "load_format": "auto", "dtype": "auto", "pipeline_parallel_size": 2, "layer_split": None,
         "pp_transport": "auto", "ring_slots": 3, "max_model_len": None, "max_num_seqs": 64, "max_num_batched_tokens": 512,
         "kv_cache_memory_bytes": None, "block_size": 16, "max_queue": 256, "host": "127.0.0.1", "port": 8000,
+        "api_key": None, "api_key_file": None,
         "shutdown_timeout": 30.0, "start_timeout": 300.0, "log_level": "info",
     }  # fmt: skip
     assert {name: getattr(config, name) for name in expected} == expected
@@ -154,3 +156,13 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_suggestion() -> None:
     assert suggestion("--prot", ["--port", "--host"]) == "; did you mean --port?"
     assert suggestion("xyz", ["--port"]) == ""
+
+
+def test_api_keys_are_never_shown() -> None:
+    assert load_config({"api_key": "one,two"}, {}).api_key == ("one", "two")
+    with pytest.raises(ConfigError) as caught:
+        load_config({"api_key": "secret word"}, {})
+    assert "secret" not in str(caught.value)
+    resolved = resolve_config({"api_key": "one-secret"}, {})
+    for shown in (as_table(resolved), as_json(resolved), as_yaml(resolved)):
+        assert "one-secret" not in shown
