@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.alone, pytest.mark.timeout(200)]
 
 WINDOW = "6s"  # of every rate
 SCRAPE_SECONDS = 0.5
+FAULTS = {"StagewireDown", "StagewireRankDown", "StagewireStalled", "StagewireMixedVersions", "StagewireKVNearlyFull"}
 
 
 class Prometheus:
@@ -150,7 +151,7 @@ def test_every_panel_of_the_boards_shows_something(
             states = prometheus.query("sum by (rank) (instance_rank_state:stagewire_stage_state:rate5m)")
             assert states == [pytest.approx(1, abs=0.02)] * 2
             assert all(0 < load <= 1.02 for load in prometheus.query("instance_rank:stagewire_load:ratio_rate5m"))
-            assert set(prometheus.firing()) <= {"StagewireImbalance", "StagewireBubbleHigh"}  # which may be true here
+            assert not FAULTS & prometheus.firing().keys()  # what tells of slowness may be true of a busy machine
         assert worker.stop() == 0
     finally:
         worker.kill()
@@ -161,18 +162,19 @@ def test_alerts_of_a_stalled_and_of_a_killed_rank(smollm2: ModelSource, promethe
     worker = Worker("--dtype", "float32", "--step-timeout", "60")
     try:
         worker.wait_ready()
-        with prometheus_for(prometheus_program, target_of(worker), tmp_path) as prometheus:
-            with load(worker, 2, 64):
-                time.sleep(2)
-                [_, victim] = worker.rank_processes()
-                os.kill(victim.pid, signal.SIGSTOP)
-                assert prometheus.wait_firing("StagewireStalled", 15)["rank"] in "01"
-                os.kill(victim.pid, signal.SIGKILL)
-            # A worker that ends with its rank cannot be scraped; one that starts it again shows that it has none.
-            ends_at = time.monotonic() + 15
-            while not {"StagewireRankDown", "StagewireDown"} & prometheus.firing().keys():
+        with prometheus_for(prometheus_program, target_of(worker), tmp_path) as prometheus, load(worker, 2, 16):
+            prometheus.wait_for_a_whole_window()
+            [_, victim] = worker.rank_processes()
+            os.kill(victim.pid, signal.SIGSTOP)
+            assert prometheus.wait_firing("StagewireStalled", 15)["rank"] in "01"
+            os.kill(victim.pid, signal.SIGKILL)
+            assert prometheus.wait_firing("StagewireRankDown", 15)["rank"] == "1"
+            ends_at = time.monotonic() + 60
+            while FAULTS & prometheus.firing().keys():  # until the rank is back
                 assert time.monotonic() < ends_at
                 time.sleep(0.2)
+            assert prometheus.query("stagewire_rank_restarts_total") == [0, 1]
+        assert worker.stop() == 0
     finally:
         worker.kill()
 
