@@ -14,6 +14,7 @@ from orchestrator.api.completions import Completions
 from orchestrator.api.endpoint import GenerationEndpoint, Service, TokenizerProvider
 from orchestrator.api.engine_client import EngineClient
 from orchestrator.api.errors import ApiError, to_api_error
+from orchestrator.api.openapi import Documents
 from orchestrator.api.probes import Probes
 from orchestrator.api.relay import Address, MetricsRelay
 from orchestrator.api.request_id import RequestIdMiddleware
@@ -39,6 +40,7 @@ def create_app(
     service = Service(engine=engine, tokenizer_provider=tokenizer_provider, config=config, metrics=metrics)
     probes = Probes(service, MetricsRelay(exporter))
     tokens = TokenRoutes(service)
+    documents = Documents()
     app = Starlette(
         routes=[
             Route("/v1/completions", GenerationEndpoint(service, Completions()), methods=["POST"]),
@@ -52,6 +54,8 @@ def create_app(
             Route("/version", probes.version),
             Route("/load", probes.load),
             Route("/server_info", probes.server_info),
+            Route("/openapi.json", documents.openapi),
+            Route("/docs", documents.docs),
             Route("/tokenize", tokens.tokenize, methods=["POST"]),
             Route("/detokenize", tokens.detokenize, methods=["POST"]),
             Route("/metrics", probes.metrics),

@@ -638,6 +638,24 @@ class TestApiKey:
             server.create_app(NOWHERE)
 
 
+class TestDocuments:
+    async def test_every_route_is_described(self, server: Server, client: httpx.AsyncClient) -> None:
+        document = (await client.get("/openapi.json")).json()
+        described = {path.replace("{model}", "{name:path}") for path in document["paths"]}
+        routes = {route.path for route in server.app.routes if isinstance(route, Route)}
+        assert routes - described == {"/metrics", "/openapi.json", "/docs"}
+        assert described <= routes
+        fields = document["components"]["schemas"]["CompletionRequest"]["properties"]
+        assert {"prompt", "echo", "max_tokens", "stop_token_ids"} <= set(fields)
+
+    async def test_page_loads_nothing(self, client: httpx.AsyncClient) -> None:
+        page = await client.get("/docs")
+        assert page.headers["content-type"].startswith("text/html")
+        assert "POST /v1/chat/completions" in page.text
+        assert "://" not in page.text
+        assert "src=" not in page.text
+
+
 async def test_load(server: Server, client: httpx.AsyncClient) -> None:
     server.engine.num_running, server.engine.num_waiting = 3, 2
     assert (await client.get("/load")).json() == {"num_running": 3, "num_waiting": 2, "server_load": 5}
