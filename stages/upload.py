@@ -19,4 +19,6 @@ def upload(
     """
     if device.type == "cpu":
         return torch.tensor(values, dtype=dtype)
+    if isinstance(values, np.ndarray):  # which torch.tensor does not pin
+        return torch.from_numpy(values).to(dtype).pin_memory().to(device, non_blocking=True)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
