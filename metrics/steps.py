@@ -142,7 +142,7 @@ def token_bytes(record: StepRecord) -> int:
 def transfer_starts(record: StepRecord, *, is_last: bool) -> tuple[int, int, int]:
     """From when on receive, send and tokens could be transferred: data and slot there; 0 where that is not known."""
     send = max(record.send_ready_ns, record.forward_ended_ns) if record.send_ended_ns else 0
-    tokens = record.tokens_ready_ns or (record.forward_ended_ns if is_last else 0)
+    tokens = max(record.tokens_ready_ns, record.forward_ended_ns) if is_last else record.tokens_ready_ns
     return record.recv_ready_ns, send, tokens if record.tokens_ended_ns else 0
 
 

@@ -50,8 +50,8 @@ class Point(ABC):
 
     @property
     def waited_until_ns(self) -> int:
-        """``time.perf_counter_ns()`` when what was enqueued just before the Point had waited for what it needs of a peer, and
-        the rest of it began; 0 where nobody can tell, as on a GPU."""
+        """``time.perf_counter_ns()`` when the stream last went on after it had waited for a peer, before this Point; 0 where
+        nobody can tell, as on a GPU."""
         return 0
 
     @property
@@ -213,7 +213,7 @@ class HostStream(Stream):
                 item._settle(self._error, waited_until_ns)  # pyright: ignore[reportPrivateUsage]
             elif self._error is None:
                 try:
-                    waited_until_ns = item() or 0
+                    waited_until_ns = item() or waited_until_ns
                 except BaseException as exc:  # noqa: BLE001  the stream's edge: kept, and raised by every later Point
                     self._error = exc
             item = None  # a finished callable's tensors are freed now, not when the next one comes
