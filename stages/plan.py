@@ -9,7 +9,7 @@ from enum import IntEnum
 
 import msgspec
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 NO_LOGPROBS = -1
 MAX_LOGPROBS = 20  # top tokens of a position: what clients ask for, and what a result can carry without weight
 # Prompt positions whose logits a step may compute. They are as wide as the vocabulary: 256 take 150 MB with 150,000 tokens.
@@ -145,6 +145,16 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     step_id: int
     rows: list[SampledRow]
     scored: list[ScoredRow] = []
+
+
+class RowsFailed(msgspec.Struct, frozen=True, tag="rows_failed"):
+    """A rank could not compute some rows of a step, each for a reason of its own; the other rows are right. The last rank finds
+    their logits not finite. ``rows`` are (slot, generation, one line that says why)."""
+
+    epoch: int
+    step_id: int
+    rank: int
+    rows: list[tuple[int, int, str]]
 
 
 class StepDone(msgspec.Struct, frozen=True, tag="done"):
@@ -347,6 +357,7 @@ Message = (
     | LinkFailed
     | StepPlan
     | StepDone
+    | RowsFailed
     | StepResult
     | EndEpoch
     | Drained

@@ -1,15 +1,23 @@
 """Runs a stage's layers over the rows of a plan."""
 
+import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
+from stages.errors import one_line
 from stages.kv_cache import AttentionStep, PagedKVCache
 from stages.model.slice import StageModel
 from stages.plan import MAX_SCORED_TOKENS, Limits, PlanRow, RowKind, StepPlan
 from stages.slots import SlotTable
 from stages.upload import upload
+
+log = logging.getLogger(__name__)
+
+MAX_FAILURES = 3
 
 
 class StageRunner:
@@ -36,6 +44,8 @@ class StageRunner:
         # On a GPU the slots' positions cannot be compared with the plan's without waiting for them.
         self._compares_positions = model.device.type == "cpu"
         self.output_width = model.vocab_size if model.info.is_last else model.hidden_size
+        self._num_failures = 0  # steps in a row of which nothing could be computed
+        self._row_errors: dict[int, list[tuple[int, int, str]]] = {}  # taken as soon as the step is heard of
         self._prepared: dict[int, _PreparedStep] = {}  # at most lane depth + 1: what may be unacknowledged
 
     def prepare(self, plan: StepPlan) -> None:
@@ -80,8 +90,56 @@ class StageRunner:
         step = self._prepared.pop(plan.step_id)
         if not plan.rows:
             return torch.empty(0, self.output_width, dtype=self.model.dtype, device=self.model.device)
+        inputs = self._inputs(step, hidden)
+        try:
+            output = self._compute(step, inputs)
+        except Exception as exc:
+            if self.model.device.type != "cpu" or self._num_failures >= MAX_FAILURES:
+                raise  # after an error of a GPU nothing can be tried again
+            return self._compute_row_by_row(plan, hidden, exc)
+        self._num_failures = 0
+        return output
+
+    def take_row_errors(self, step_id: int) -> list[tuple[int, int, str]]:
+        """The rows of a computed step that failed: slot, generation, why. Once for each step."""
+        return self._row_errors.pop(step_id, [])
+
+    def _compute_row_by_row(self, plan: StepPlan, hidden: torch.Tensor | None, cause: Exception) -> torch.Tensor:
+        """Find out whose fault an exception was: rows that fail by themselves get NaN, so that nothing is sampled for them, and
+        the others what they should. ``cause`` is raised when no row of several can be computed."""
+        outputs: list[torch.Tensor] = []
+        scored: list[torch.Tensor] = []
+        errors: list[tuple[int, int, str]] = []
+        first = 0
+        for row in plan.rows:
+            alone = msgspec.structs.replace(plan, rows=[row])
+            num_sampled = row.num_tokens if not self.model.info.is_last else int(row.needs_token)
+            part = None if hidden is None else hidden[first : first + row.num_tokens]
+            try:
+                step = _PreparedStep.build(alone, self.cache)
+                output = self._compute(step, self._inputs(step, part))
+            except Exception as exc:  # noqa: BLE001  whatever it is, it is this row's
+                errors.append((row.slot, row.generation, one_line(exc)))
+                num_rows = num_sampled + (len(row.scored) if self.model.info.is_last else 0)
+                output = torch.full((num_rows, self.output_width), math.nan, dtype=self.model.dtype)
+            outputs.append(output[:num_sampled])
+            scored.append(output[num_sampled:])
+            first += row.num_tokens
+        if len(errors) == len(plan.rows) > 1:
+            raise cause
+        log.error("step %d: %d of %d rows failed", plan.step_id, len(errors), len(plan.rows), exc_info=cause)
+        # A stage that fails again and again, though with one row a step, is broken.
+        self._num_failures = self._num_failures + 1 if len(errors) == len(plan.rows) else 0
+        if errors:
+            self._row_errors[plan.step_id] = errors
+        return torch.cat([*outputs, *scored])
+
+    def _inputs(self, step: "_PreparedStep", hidden: torch.Tensor | None) -> torch.Tensor:
+        """What goes into the layers. What is wrong here is wrong between this rank and the plan, and nobody's row."""
         self._place(step)
-        inputs = self._input_ids(step) if self.model.info.is_first else self._hidden(step, hidden)
+        return self._input_ids(step) if self.model.info.is_first else self._hidden(step, hidden)
+
+    def _compute(self, step: "_PreparedStep", inputs: torch.Tensor) -> torch.Tensor:
         step.attention.begin()
         return self.model.forward(inputs, step.positions, step.attention, step.logits_rows)
 

@@ -12,7 +12,7 @@ import torch
 
 from metrics.layout import SpanKind
 from stages.device import HostStream, Point, Stream
-from stages.plan import SampledRow, StepPlan, StepResult, TensorSchema
+from stages.plan import RowsFailed, SampledRow, StepPlan, StepResult, TensorSchema
 from stages.pp_handler import PPHandler
 from stages.sampler import Sampler, SamplerOutput, SamplerOutputs
 from stages.slots import SlotTable, void
@@ -35,6 +35,10 @@ class Runner(Protocol):
 
     def forward(self, plan: StepPlan, hidden: torch.Tensor | None) -> torch.Tensor:
         """In stream order: hidden states ``[num_tokens, width]``, or logits ``[num_reqs, vocab]`` on the last stage."""
+        ...
+
+    def take_row_errors(self, step_id: int) -> list[tuple[int, int, str]]:
+        """The rows of a computed step that failed by themselves: slot, generation, why."""
         ...
 
 
@@ -160,6 +164,11 @@ class Stage:
         for i, logprobs in output.logprobs.of_sampled().items():
             rows[i].logprobs.extend([logprobs] * len(rows[i].token_ids))
         return StepResult(plan.epoch, plan.step_id, rows, output.logprobs.of_scored())
+
+    def row_errors(self, plan: StepPlan) -> RowsFailed | None:
+        """The rows of a step that failed here, once its forward is reached; None when none did. Once for each step."""
+        errors = self._runner.take_row_errors(plan.step_id)
+        return RowsFailed(plan.epoch, plan.step_id, self._group.rank, errors) if errors else None
 
     def poison(self, cause: BaseException) -> None:
         """Local and immediate: every wait for a peer falls through with ``cause``. Never blocks, never raises."""

@@ -86,6 +86,9 @@ class ToyRunner:
             pass
         return out
 
+    def take_row_errors(self, step_id: int) -> list[tuple[int, int, str]]:
+        return []
+
     def _hidden(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32)[:, None].expand(-1, BOUNDARY.width)
 

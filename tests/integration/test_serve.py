@@ -271,8 +271,8 @@ def test_the_shutdown_timeout_ends_what_takes_too_long(smollm2: ModelSource) -> 
         worker.kill()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_pauses_the_streams_and_is_replaced(own_worker: Worker, rank: int) -> None:
+def test_a_killed_rank_pauses_the_streams_and_is_replaced(own_worker: Worker) -> None:
+    rank = 0
     before = named_leftovers()
     asked = [{"prompt": f"Story {i}:", "max_tokens": 40, "temperature": i % 2, "seed": i} for i in range(4)]
     wanted = [own_worker.complete(**fields, ignore_eos=True)["choices"][0]["text"] for fields in asked]

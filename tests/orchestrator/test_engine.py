@@ -10,7 +10,19 @@ from orchestrator.engine import HEARTBEAT_SECONDS, Engine
 from orchestrator.pipeline import Pipeline, agree_limits
 from orchestrator.request import EngineState, SamplingParams
 from stages.errors import StageFailed
-from stages.plan import Drain, Drained, EndEpoch, RankFailed, SampledRow, StepDone, StepPlan, StepResult, encode, plan_hash
+from stages.plan import (
+    Drain,
+    Drained,
+    EndEpoch,
+    RankFailed,
+    RowsFailed,
+    SampledRow,
+    StepDone,
+    StepPlan,
+    StepResult,
+    encode,
+    plan_hash,
+)
 from tests.orchestrator.scripted_ranks import ANSWER_SECONDS, ScriptedRanks, offer
 from tests.served_engine import Sizes, engine_over, pipeline_config
 
@@ -280,3 +292,17 @@ async def test_the_first_steps_may_take_longer(clock: Clock) -> None:
         await rig.all_heard(Drain)
         rig.close()
         await draining
+
+
+async def test_a_row_that_a_stage_cannot_compute_fails_its_request_and_the_epoch_goes_on() -> None:
+    async with serving() as rig:
+        plan = await rig.plan()
+        (row,) = plan.rows
+        rig.ranks[1].send(RowsFailed(EPOCH, plan.step_id, 1, [(row.slot, row.generation, "IndexError: out of range")]))
+        async with asyncio.timeout(ANSWER_SECONDS):
+            (told,) = await asyncio.gather(rig.request, return_exceptions=True)
+        assert str(told) == "stage 1 failed: IndexError: out of range"
+        rig.give_result(plan)
+        rig.finish(plan, *range(NUM_RANKS))
+        rig.request = asyncio.create_task(rig.ask())
+        await rig.serve(3)

@@ -29,6 +29,7 @@ from stages.plan import (
     PlanRow,
     RowKind,
     RowSampling,
+    RowsFailed,
     StepDone,
     StepPlan,
     StepResult,
@@ -99,6 +100,9 @@ class FakeStage:
 
     def result(self, plan: StepPlan) -> StepResult | None:
         return self.outcome(plan)
+
+    def row_errors(self, plan: StepPlan) -> RowsFailed | None:
+        return None
 
     def poison(self, cause: BaseException) -> None:
         self._events.append("poison")

@@ -183,6 +183,9 @@ class Runner:
         for opening in plan.rows:
             self._slots.open(opening.slot, opening.generation)
 
+    def take_row_errors(self, step_id: int) -> list[tuple[int, int, str]]:
+        return []
+
     def forward(self, plan: StepPlan, hidden: torch.Tensor | None) -> torch.Tensor:
         for opening in plan.rows:
             self._slots.positions[opening.slot].fill_(opening.start)  # assigning the number would copy, and wait for the stream

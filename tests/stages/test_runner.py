@@ -136,8 +136,8 @@ def test_an_exception_in_a_layer_leaves_the_runner_usable(
     hidden = first.forward(plan, None)
     with monkeypatch.context() as patched:
         patched.setattr(last.model.model.lm_head, "forward", lambda _x: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            last.forward(plan, hidden)
+        assert last.forward(plan, hidden).isnan().all()
+    assert last.take_row_errors(plan.step_id) == [(1, 0, "ZeroDivisionError: division by zero")]
     again = chain.plan([decode(1, 6)])
     chain.prepare(again)
     assert chain.finish(again, chain.forward(again)) == expected[1:2]
@@ -195,3 +195,51 @@ def test_smollm2_says_what_it_says_under_transformers(smollm2: ModelSource) -> N
     requests = [Generation(prompt, 8), Generation(prompt[::-1], 3), Generation(prompt, 8, first_step=1)]
     tokens = Chain(load_stages(smollm2, [19, 11])).run(requests, 4)
     assert tokens[0] == tokens[2] == wanted
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_row_that_cannot_be_computed_fails_alone(
+    failing_rank: int, tiny: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the exception is, on whatever stage, and whether the step has prefills or decodes."""
+    model = tiny("llama")
+    chain = Chain(load_stages(model.source, SPLITS[2]))
+    prompts, expected = model.prompts, model.expected
+    good, bad, late = prompts[2], prompts[3], prompts[5]
+    assert chain.step([prefill(0, good, [3]), prefill(1, bad, [4, 5])]) == [expected[2][0], expected[3][0]]
+    runner, compute = chain.runners[failing_rank], chain.runners[failing_rank]._compute
+
+    def fail_with_the_bad_one(step: Any, hidden: torch.Tensor | None) -> torch.Tensor:
+        if len(bad) in step.positions.tolist():
+            raise IndexError("index 7 is out of range\nand more")
+        return compute(step, hidden)
+
+    monkeypatch.setattr(runner, "_compute", fail_with_the_bad_one)
+    plan = chain.plan([decode(0, len(good)), decode(1, len(bad)), prefill(2, late, [6])])
+    chain.prepare(plan)
+    output = chain.sampler.sample(chain.forward(plan), plan.rows, chain.limits.max_sample_len)
+    assert output.num_sampled.tolist() == [1, 0, 1]
+    assert output.sampled_token_ids[[0, 2], 0].tolist() == [expected[2][1], expected[5][0]]
+    assert runner.take_row_errors(plan.step_id) == [(1, 0, "IndexError: index 7 is out of range")]
+    assert runner.take_row_errors(plan.step_id) == []
+    assert chain.runners[1 - failing_rank].take_row_errors(plan.step_id) == []
+
+
+def test_a_stage_that_can_compute_nothing_is_broken(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> torch.Tensor:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(chain.runners[0], "_compute", fail)
+    plan = chain.plan([prefill(0, [3, 4], [3]), prefill(1, [5], [4])])
+    chain.prepare(plan)
+    with pytest.raises(RuntimeError, match="broken"):
+        chain.forward(plan)
+    for i in range(4):
+        chunk = PlanRow(1, 0, RowKind.PREFILL, i + 1, 1, [9], [], None, True)
+        plan = chain.plan([chunk])
+        chain.prepare(plan)
+        if i < 3:
+            assert chain.runners[0].forward(plan, None).isnan().all()
+        else:
+            with pytest.raises(RuntimeError, match="broken"):
+                chain.runners[0].forward(plan, None)
