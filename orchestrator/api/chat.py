@@ -82,8 +82,8 @@ class Chat(Dialect[ChatRequest, ChatLogprobs]):
             usage=usage,
         )
 
-    def first_events(self, head: AnswerHead, index: int) -> bytes:
-        return _chunk_event(head, ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content="")), None)
+    def first_events(self, head: AnswerHead, index: int, usage: Usage | None) -> bytes:
+        return _chunk_event(head, ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content="")), usage)
 
     def text_event(self, head: AnswerHead, piece: ChatPiece) -> bytes:
         choice = ChatChunkChoice(index=piece.index, delta=ChatDelta(content=piece.text), logprobs=piece.logprobs)

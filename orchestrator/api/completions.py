@@ -55,7 +55,7 @@ class Completions(Dialect[CompletionRequest, CompletionLogprobs]):
     def answer(self, head: AnswerHead, choices: Sequence[tuple[CompletionPiece, Generation]], usage: Usage) -> Completion:
         return _completion(head, [_last_choice(piece, generation) for piece, generation in choices], usage)
 
-    def first_events(self, head: AnswerHead, index: int) -> bytes:
+    def first_events(self, head: AnswerHead, index: int, usage: Usage | None) -> bytes:
         return b""
 
     def text_event(self, head: AnswerHead, piece: CompletionPiece) -> bytes:

@@ -78,7 +78,8 @@ class Delivery:
 
     async def _stream_choice(self, choice: Generation, tells_usage: bool) -> bytes:
         """Send a choice up to its last events, which are returned."""
-        waiting = self.dialect.first_events(self.head, choice.index)  # goes out with the first text
+        usage = self.generations.usage if tells_usage else None
+        waiting = self.dialect.first_events(self.head, choice.index, usage)  # goes out with the first text
         while True:
             text, told = await choice.next_text()  # before the head, so that a request not admitted gets its own status
             if choice.finish_reason is not None:

@@ -63,7 +63,7 @@ class Dialect(ABC, Generic[R, L]):
         """The body of a whole answer."""
 
     @abstractmethod
-    def first_events(self, head: AnswerHead, index: int) -> bytes:
+    def first_events(self, head: AnswerHead, index: int, usage: Usage | None) -> bytes:
         """What a choice's stream begins with."""
 
     @abstractmethod

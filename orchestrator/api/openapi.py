@@ -46,6 +46,7 @@ _OPERATIONS = (
     _Operation("get", "/server_info", "The config, without its secrets, and what is served"),
     _Operation("get", "/version", "The version"),
     _Operation("get", "/livez", "200 while the process lives", is_open=True),
+    _Operation("post", "/ping", "As GET", is_open=True),
     *(
         _Operation("get", path, "200 while requests are admitted, else 503 and why not", is_open=True)
         for path in ("/readyz", "/health", "/ping")
