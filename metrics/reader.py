@@ -229,13 +229,17 @@ class LedgerReader:
 
     def state_times(self) -> dict[str, int]:
         """Nanoseconds spent in each state up to now, for as far as the records are folded. They never go down, though the end
-        of a state is heard of late."""
+        of a state is heard of late: what was told too much of one is told too little of the present one, for a while."""
         times = {state: self._words[self.layout.find(STAGE_STATE, (state,)).first] for state in STATES}
         if self._words[UNTIL_WORD] and self.is_alive():
             for state, ns in self._open_times(time.perf_counter_ns()).items():
                 times[state] += ns
-        for state, ns in times.items():
-            self._highest[state] = times[state] = max(ns, self._highest.get(state, 0))
+        total, present = sum(times.values()), self._present_state()
+        for state in times:
+            if state != present:
+                times[state] = max(times[state], self._highest.get(state, 0))
+        times[present] = max(total - sum(times.values()) + times[present], self._highest.get(present, 0))
+        self._highest = times.copy()
         return times
 
     def told_state_times(self) -> dict[str, int]:
