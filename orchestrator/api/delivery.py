@@ -78,17 +78,20 @@ class Delivery:
 
     async def _stream_choice(self, choice: Generation, tells_usage: bool) -> bytes:
         """Send a choice up to its last events, which are returned."""
-        usage = self.generations.usage if tells_usage else None
-        waiting = self.dialect.first_events(self.head, choice.index, usage)  # goes out with the first text
+        is_begun = False
         while True:
             text, told = await choice.next_text()  # before the head, so that a request not admitted gets its own status
-            if choice.finish_reason is not None:
-                piece = self._piece(choice, text, told, tells_usage)
-                return waiting + self.dialect.last_events(self.head, piece, choice)
-            if text or told:
-                piece = self._piece(choice, text, told, tells_usage)
-                await self.answer.add(waiting + self.dialect.text_event(self.head, piece))
-                waiting = b""
+            is_last = choice.finish_reason is not None
+            if not (is_last or text or told):
+                continue
+            piece, head = self._piece(choice, text, told, tells_usage), b""
+            if not is_begun:  # goes out with the first text
+                is_begun = True
+                usage = self.generations.usage_before(choice) if tells_usage else None
+                head = self.dialect.first_events(self.head, choice.index, usage)
+            if is_last:
+                return head + self.dialect.last_events(self.head, piece, choice)
+            await self.answer.add(head + self.dialect.text_event(self.head, piece))
 
     def _piece(self, choice: Generation, text: str, told: Sequence[ToldToken], tells_usage: bool = False) -> Piece[Any]:
         return Piece(

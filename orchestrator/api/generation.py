@@ -221,8 +221,14 @@ class Generations:
 
     @property
     def usage(self) -> Usage:
-        num_prompt, num_generated = self._num_prompt_tokens, sum(choice.num_generated for choice in self.choices)
-        return Usage(num_prompt, num_generated, num_prompt + num_generated)
+        return self._usage(sum(choice.num_generated for choice in self.choices))
+
+    def usage_before(self, begun: Generation) -> Usage:
+        """That of all other choices, as it is told at the head of one."""
+        return self._usage(sum(choice.num_generated for choice in self.choices if choice is not begun))
+
+    def _usage(self, num_generated: int) -> Usage:
+        return Usage(self._num_prompt_tokens, num_generated, self._num_prompt_tokens + num_generated)
 
     async def __aenter__(self) -> "Generations":
         for choice in self.choices:
