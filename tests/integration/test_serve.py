@@ -169,7 +169,7 @@ def test_idle_burns_no_cpu(worker: Worker) -> None:
 
 def test_it_lives_at_once_and_is_ready_when_it_says_so(smollm2: ModelSource) -> None:
     port = free_port()
-    worker = Worker("--port", str(port))
+    worker = Worker("--port", str(port), "--metrics-port", "0")
     try:
         while True:
             try:
@@ -195,7 +195,7 @@ def test_starting_is_quick(smollm2: ModelSource) -> None:
     ready_seconds: list[float] = []
     while len(alive_seconds) < 3 and not (min(alive_seconds, default=9) < 1.5 and min(ready_seconds, default=99) < 10):
         port = free_port()
-        worker = Worker("--port", str(port))
+        worker = Worker("--port", str(port), "--metrics-port", "0")
         try:
             while True:
                 try:
