@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from statistics import median
@@ -37,7 +37,7 @@ NUM_CALLS = 2_000  # a round takes a few milliseconds: short enough that the sch
 NUM_ROUNDS = 200
 
 
-def ns_per_call(run: "Repeat") -> float:
+def ns_per_call(run: Callable[[int], None]) -> float:
     """The quickest of some rounds: what else the machine does can only make one slower."""
     seconds: list[float] = []
     for _ in range(NUM_ROUNDS):
@@ -47,12 +47,7 @@ def ns_per_call(run: "Repeat") -> float:
     return min(seconds) / NUM_CALLS * 1e9
 
 
-class Repeat:
-    def __call__(self, count: int) -> None:
-        raise NotImplementedError
-
-
-class Observe(Repeat):
+class Observe:
     def __init__(self) -> None:
         writer = LedgerWriter(create_ledger(Place(writer=Writer.ENGINE, rank=-1, world_size=2)))
         self._histogram = writer.histogram(SCHEDULE)
@@ -63,13 +58,13 @@ class Observe(Repeat):
             observe(123_456)
 
 
-class RecordStep(Repeat):
+class RecordStep:
     """All that a middle rank's loop does for its record of a step of ``num_rows``."""
 
     def __init__(self, num_rows: int) -> None:
         self._recorder = StepRecorder(LedgerWriter(create_ledger(Place(writer=Writer.RANK, rank=1, world_size=3))))
         lanes = [RECV, FORWARD, SEND, TOKENS]
-        self._recorder.linked(0, "shared_memory", lanes, num_slots=3, row_bytes=2304, has_device_clock=False)
+        self._recorder.linked(0, "shared_memory", lanes, num_slots=3, num_blocks=1024, row_bytes=2304, has_device_clock=False)
         rows = [PlanRow(slot, 0, RowKind.DECODE, 9, 1, [], [], None, True) for slot in range(num_rows)]
         self._plan = StepPlan(0, 5, rows, [], [4], 1, 2)
         self._works = self._reached_works()

@@ -5,6 +5,7 @@ they outlive exporter and rank. One process may fold a ledger: it holds a lock o
 """
 
 import fcntl
+import logging
 import mmap
 import os
 from bisect import bisect_left
@@ -34,7 +35,6 @@ from metrics.layout import (
     NUM_BEGUN_WORD,
     NUM_ENDED_WORD,
     NUM_FOLDED_WORD,
-    NUM_LOST_WORD,
     NUM_SLOTS_WORD,
     ROW_BYTES_WORD,
     TOKENS_AT_WORD,
@@ -42,7 +42,7 @@ from metrics.layout import (
     WALL_OFFSET_WORD,
     scaled_buckets,
 )
-from metrics.reader import LedgerReader, copy_records
+from metrics.reader import LedgerReader
 from metrics.steps import (
     ATTACHED,
     FORWARD,
@@ -59,6 +59,8 @@ from metrics.steps import (
     token_bytes,
     transfer_starts,
 )
+
+log = logging.getLogger(__name__)
 
 _PHASES = {HAS_PREFILL: "prefill", HAS_DECODE: "decode", HAS_PREFILL | HAS_DECODE: "mixed"}
 _WAIT_STATES = {"wait_input": "input", "wait_slot": "slot", "wait_token": "token"}
@@ -94,11 +96,11 @@ class Folder:
             self._is_owner = True
         words = self._words
         while True:
-            first, records = copy_records(self._reader, words[NUM_FOLDED_WORD])
+            first, records = self._reader.records(words[NUM_FOLDED_WORD])
             if not records:
                 break
             if num_lost := first - words[NUM_FOLDED_WORD]:
-                words[NUM_LOST_WORD] += num_lost
+                log.warning("rank %d: %d steps were written over before they were counted", self._reader.place.rank, num_lost)
                 words[UNTIL_WORD] = max(records[0].begun_ns, words[UNTIL_WORD])
             for record in records:
                 self._fold_record(record)

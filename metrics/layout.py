@@ -56,7 +56,7 @@ INFO_LENGTH_WORD = 11
 ROW_BYTES_WORD = 12  # of hidden states, as they pass a boundary
 NUM_SLOTS_WORD = 13  # of the ring of a boundary
 
-# What the rank is at, as numbers of steps since its process began: lane by lane (``metrics.steps``) how many have ended.
+# What the rank is at, as numbers of steps since its links were built: lane by lane (``metrics.steps``) how many have ended.
 NUM_BEGUN_WORD = 16
 LAST_STEP_WORD = 17  # the step that was begun last
 NEEDED_STEP_WORD = 18  # the newest step whose tokens it needs
@@ -68,10 +68,9 @@ IDLE_UNTIL_WORD = 30  # when the rank last took up a plan after it had had nothi
 
 # Written by whoever folds the records into counters (``metrics.fold``).
 NUM_FOLDED_WORD = 32
-NUM_LOST_WORD = 33  # records that were written over before they were folded
-UNTIL_WORD = 34  # up to when the states' counters account for the time
-TOKENS_AT_WORD = 35
-COMPUTED_FOLDED_WORD = 36  # of ``COMPUTED_WORD``, what the records had that were folded
+UNTIL_WORD = 33  # up to when the states' counters account for the time
+TOKENS_AT_WORD = 34
+COMPUTED_FOLDED_WORD = 35  # of ``COMPUTED_WORD``, what the records had that were folded
 HEADER_WORDS = 48
 
 WRITERS = ("rank", "engine")

@@ -54,11 +54,7 @@ class RankView:
         """Up to when what it is at lasted: now, or when it was seen dead, or when it was last heard of."""
         if self.look(now_ns):
             return now_ns
-        return self._died_at_ns or self.heard_at_ns()
-
-    def heard_at_ns(self) -> int:
-        """When it last told of anything; 0 when it never did."""
-        return self.reader.heard_at_ns()
+        return self._died_at_ns or self.reader.heard_at_ns()
 
     def ongoing(self) -> list[Ongoing]:
         """What each of its streams is at; of compute also what it waits for."""
@@ -105,7 +101,7 @@ class RankView:
             "num_restarts": int(values[RANK_RESTARTS.name][()]),
             "info": self.reader.infos().get(STAGE_INFO.name, {}),
             "state": None if state is None else state.state,
-            "seconds_since_heard": max(0, now_ns - self.heard_at_ns()) / 1e9,
+            "seconds_since_heard": max(0, now_ns - self.reader.heard_at_ns()) / 1e9,
             "seconds_dead": (now_ns - until_ns) / 1e9,
             "ongoing": [
                 {"kind": each.kind, "step": each.step_id, "peer": each.peer, "seconds": max(0, until_ns - each.since_ns) / 1e9}
@@ -178,7 +174,7 @@ class PipelineView:
     def tracks(self, seconds: float) -> list[RankTrack]:
         """For a timeline of the last ``seconds`` in which anything was recorded."""
         now_ns = time.perf_counter_ns()
-        newest_ns = max((view.heard_at_ns() for view in self.ranks), default=now_ns)
+        newest_ns = max((view.reader.heard_at_ns() for view in self.ranks), default=now_ns)
         since_ns = min(newest_ns, now_ns) - round(seconds * 1e9)
         return [view.track(since_ns, now_ns) for view in self.ranks]
 

@@ -117,15 +117,6 @@ class LedgerReader:
         return self._fd
 
     @property
-    def words(self) -> memoryview:
-        """All of it, in signed 64-bit words."""
-        return self._words
-
-    @property
-    def memory(self) -> mmap.mmap:
-        return self._map
-
-    @property
     def place(self) -> Place:
         return self.layout.place
 
@@ -294,7 +285,7 @@ class LedgerReader:
         # From the newest on, some at a time, so that a short time asks for few; and one more, for where its next one begins.
         while end > oldest and num_spans <= most:
             first = max(oldest, end - min(_RECORDS_AT_ONCE, most // 3 + 2), (end - 1) // NUM_RECORDS * NUM_RECORDS)
-            _, found = copy_records(self, first, end)
+            _, found = self.records(first, end)
             records[:0] = found
             num_spans += 4 * len(found)
             end = first
@@ -316,37 +307,37 @@ class LedgerReader:
                 spans += [span for span in found if span.end_ns >= since_ns]
         return spans[-most:] if most else []
 
+    def records(self, first: int, end: int | None = None) -> tuple[int, list[StepRecord]]:
+        """The records numbered ``first + 1`` to ``end``, by default to the newest, but not many at once; and the number before
+        the first of them.
+
+        Those that are not there any more, at the beginning, are left out.
+        """
+        words, base = self._words, self.layout.records_word
+        newest = words[NUM_RECORDS_WORD]
+        first = max(first, newest - NUM_RECORDS)
+        ring_end = (first // NUM_RECORDS + 1) * NUM_RECORDS  # where the ring begins anew
+        end = min(newest if end is None else end, ring_end, first + _RECORDS_AT_ONCE)
+        if end <= first:
+            return first, []
+        offset = (base + first % NUM_RECORDS * RECORD_WORDS) * WORD_BYTES
+        copied = self._map[offset : offset + (end - first) * RECORD_WORDS * WORD_BYTES]
+        # What may have been written over meanwhile: all that made room for what is there now, and the one that makes room next
+        # if that has begun.
+        lost = words[NUM_RECORDS_WORD] - NUM_RECORDS + 1
+        if lost > 0 and words[base + (lost - 1) % NUM_RECORDS * RECORD_WORDS] == lost:
+            lost -= 1
+        found: list[StepRecord] = []
+        for number, (before, *fields, after) in enumerate(_RECORD.iter_unpack(copied), first + 1):
+            if before == after == number > lost:
+                found.append(StepRecord(*fields))
+            elif not found:
+                first = number
+        return first, found
+
 
 def _end_of(record: StepRecord) -> int:
     return max(record.forward_ended_ns, record.send_ended_ns, record.tokens_ended_ns, record.begun_ns)
-
-
-def copy_records(reader: LedgerReader, first: int, end: int | None = None) -> tuple[int, list[StepRecord]]:
-    """The records numbered ``first + 1`` to ``end`` (by default a good many, to the newest), and the number before the first.
-
-    Those that are not there any more, at the beginning, are left out.
-    """
-    words, base, memory = reader.words, reader.layout.records_word, reader.memory
-    newest = words[NUM_RECORDS_WORD]
-    first = max(first, newest - NUM_RECORDS)
-    ring_end = (first // NUM_RECORDS + 1) * NUM_RECORDS  # where the ring begins anew
-    end = min(newest if end is None else end, ring_end, first + _RECORDS_AT_ONCE)
-    if end <= first:
-        return first, []
-    offset = (base + first % NUM_RECORDS * RECORD_WORDS) * WORD_BYTES
-    copied = memory[offset : offset + (end - first) * RECORD_WORDS * WORD_BYTES]
-    # What may have been written over meanwhile: all that made room for what is there now, and the one that makes room next
-    # if that has begun.
-    lost = words[NUM_RECORDS_WORD] - NUM_RECORDS + 1
-    if lost > 0 and words[base + (lost - 1) % NUM_RECORDS * RECORD_WORDS] == lost:
-        lost -= 1
-    found: list[StepRecord] = []
-    for number, (before, *fields, after) in enumerate(_RECORD.iter_unpack(copied), first + 1):
-        if before == after == number > lost:
-            found.append(StepRecord(*fields))
-        elif not found:
-            first = number
-    return first, found
 
 
 _RECORD = struct.Struct(f"<{RECORD_WORDS}q")

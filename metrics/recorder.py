@@ -64,7 +64,7 @@ class Point(Protocol):
     def seconds_since(self, start: Any) -> float: ...
 
 
-class Work(Protocol):
+class RecordedWork(Protocol):
     """What one lane did in a step, between two Points; ``tokens`` and ``slot`` are what a forward waited for besides."""
 
     @property
@@ -148,17 +148,25 @@ class StepRecorder:
 
     # ---- the life of a rank -----------------------------------------------------------------------------------------
 
-    def describe(self, build: Mapping[str, str], *, layers: str, device: str, host: str, num_blocks: int) -> None:
+    def describe(self, build: Mapping[str, str], *, layers: str, device: str, host: str) -> None:
         """What runs here; the transport is told with each epoch."""
         self._writer.set_info(BUILD_INFO, **build)
         self._about |= {"layers": layers, "device": device, "host": host}
         self._writer.set_info(STAGE_INFO, **self._about)
-        self._words[self._kv_free] = num_blocks
 
     def linked(
-        self, epoch: int, transport: str, lanes: Sequence[int], *, num_slots: int, row_bytes: int, has_device_clock: bool
+        self,
+        epoch: int,
+        transport: str,
+        lanes: Sequence[int],
+        *,
+        num_slots: int,
+        num_blocks: int,
+        row_bytes: int,
+        has_device_clock: bool,
     ) -> None:
-        """The links of an epoch work. ``lanes`` are those of this stage; ``row_bytes`` one token's hidden states have."""
+        """The links of an epoch work, and its KV cache is empty. ``lanes`` are those of this stage; each of its rings has
+        ``num_slots``, its KV cache ``num_blocks``; ``row_bytes`` one token's hidden states have."""
         words = self._words
         words[ROW_BYTES_WORD], words[NUM_SLOTS_WORD] = row_bytes, num_slots
         words[NUM_BEGUN_WORD] = self._num_begun = 0
@@ -168,7 +176,8 @@ class StepRecorder:
         words[LANES_WORD] = sum(1 << lane for lane in lanes)
         self._has_device_clock = has_device_clock
         self._shared_streams = -1
-        self._num_stale = 0
+        words[self._kv_used], words[self._kv_free] = 0, num_blocks
+        self._num_stale = self._num_blocks = 0
         self._failed_lanes.clear()
         self._about["transport"] = transport
         self._writer.set_info(STAGE_INFO, **self._about)
@@ -199,7 +208,7 @@ class StepRecorder:
         words, ended, begun = self._words, self._num_ended, self._num_begun
         if ended[FORWARD] == begun:
             words[SINCE_WORD + FORWARD] = words[SINCE_WORD + RECV] = words[SINCE_WORD + SEND] = begun_ns
-            if not plan.needs_tokens_of and ended[TOKENS] in (begun, 0):
+            if not plan.needs_tokens_of and (ended[TOKENS] == begun or not words[LANES_WORD] >> TOKENS & 1):
                 words[IDLE_UNTIL_WORD] = begun_ns
         if ended[TOKENS] == begun:
             words[SINCE_WORD + TOKENS] = begun_ns
@@ -219,7 +228,13 @@ class StepRecorder:
         words[SINCE_WORD + lane] = woke_ns
 
     def finish(
-        self, plan: Plan, begun_ns: int, works: Sequence[Work | None], woke_ns: Sequence[int], num_blocks: int, num_stale: int
+        self,
+        plan: Plan,
+        begun_ns: int,
+        works: Sequence[RecordedWork | None],
+        woke_ns: Sequence[int],
+        num_blocks: int,
+        num_stale: int,
     ) -> None:
         """Everything of a step has ended. ``works`` and ``woke_ns`` are by lane; ``num_blocks`` of the KV cache are in use."""
         num_tokens = num_reqs = flags = 0

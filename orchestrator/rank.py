@@ -12,7 +12,7 @@ from time import perf_counter_ns
 from typing import Protocol
 
 from metrics.layout import SpanKind
-from metrics.recorder import StepRecorder
+from metrics.recorder import RecordedWork, StepRecorder
 from metrics.steps import FORWARD, LANES, NUM_LANES
 from orchestrator.control import Channel, ChannelClosed
 from orchestrator.waiting import Waker
@@ -24,6 +24,7 @@ from stages.plan import (
     EndEpoch,
     Epoch,
     Exported,
+    Limits,
     Linked,
     LinkFailed,
     Peers,
@@ -38,15 +39,13 @@ from stages.plan import (
 log = logging.getLogger(__name__)
 
 
-class Work(Protocol):
+class Work(RecordedWork, Protocol):
+    """Whose Points can be awaited, too."""
+
     @property
     def start(self) -> Point: ...
     @property
     def end(self) -> Point: ...
-    @property
-    def tokens(self) -> Sequence[Point]: ...
-    @property
-    def slot(self) -> Point | None: ...
 
 
 class Operation(Protocol):
@@ -111,7 +110,7 @@ class RankWorker:
         self._recorder = recorder
         self._waker = Waker(asyncio.get_running_loop(), spin_us, None if recorder is None else recorder.wake_counts)
         self._epoch = -1
-        self._num_slots = 0  # of each ring
+        self._limits: Limits  # of the epoch
         self._pending: PendingStage | None = None  # between Exported and Peers
         self._stage: Stage | None = None
         self._broken: Stage | None = None  # could not take up a plan, and takes up none after it
@@ -156,7 +155,7 @@ class RankWorker:
         if self._epoch >= 0:
             gc.collect()  # a stage refers to itself, and its KV cache must be gone before the next one is made
         self._epoch = epoch.epoch
-        self._num_slots = epoch.limits.ring_slots
+        self._limits = epoch.limits
         fds = self._channel.take_fds(epoch.num_fds)
         try:
             pending = self._open_stage(epoch, fds)
@@ -185,7 +184,8 @@ class RankWorker:
                 self._epoch,
                 pending.transport,
                 [LANES[operation.kind] for operation in self._stage.operations],
-                num_slots=self._num_slots,
+                num_slots=self._limits.ring_slots,
+                num_blocks=self._limits.num_blocks,
                 row_bytes=self._stage.row_bytes,
                 has_device_clock=self._stage.has_device_clock,
             )

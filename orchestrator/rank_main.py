@@ -105,7 +105,6 @@ async def serve_rank(rank: int, channel: Channel, hub: MemoryHub | None, load: L
             layers=f"{offer.first_layer}-{offer.end_layer - 1}",
             device=setup.device if setup.device == offer.device else f"{setup.device} ({offer.device})",
             host=socket.gethostname(),
-            num_blocks=offer.max_blocks,
         )
     channel.send(Hello(PROTOCOL_VERSION, __version__, rank, setup.world_size, offer))
     await RankWorker(rank, channel, assembly.open, recorder, setup.spin_us).run()

@@ -207,8 +207,7 @@ class Scheduler:
 
     def fail(self, slot: int, generation: int) -> Request | None:
         """Forget the request whose row a stage could not compute; None when it has left its seat already."""
-        sequence = self._seats[slot] if 0 <= slot < len(self._seats) else None
-        if sequence is None or sequence.generation != generation:
+        if (sequence := self._sequence_of(slot, generation)) is None:
             return None
         self._remove(sequence)
         return sequence.request
@@ -224,11 +223,11 @@ class Scheduler:
         for sequence in sequences:
             sequence.is_in_flight = False
         for scored in result.scored:  # first: they come before the token that follows the prompt
-            if (sequence := self._sequence_of(scored)) is not None:
+            if (sequence := self._sequence_of(scored.slot, scored.generation)) is not None:
                 self._add_prompt_logprobs(sequence, scored)
         chunks: list[tuple[Request, TokenChunk | StageFailed]] = []
         for row in result.rows:
-            sequence = self._sequence_of(row)
+            sequence = self._sequence_of(row.slot, row.generation)
             if sequence is None:
                 self.num_stale_rows += 1
                 continue
@@ -446,10 +445,10 @@ class Scheduler:
         logprobs = row.logprobs[: len(new_token_ids)]
         return TokenChunk(new_token_ids, finish_reason, stop_token_id, logprobs, prompt_logprobs, planned_at_ns)
 
-    def _sequence_of(self, row: SampledRow | ScoredRow) -> _Sequence | None:
+    def _sequence_of(self, slot: int, generation: int) -> _Sequence | None:
         """Whose row it is; None when that one has left its seat."""
-        sequence = self._seats[row.slot] if 0 <= row.slot < len(self._seats) else None
-        return sequence if sequence is not None and sequence.generation == row.generation else None
+        sequence = self._seats[slot] if 0 <= slot < len(self._seats) else None
+        return sequence if sequence is not None and sequence.generation == generation else None
 
     def _add_prompt_logprobs(self, sequence: _Sequence, row: ScoredRow) -> None:
         known = sequence.request.prompt_logprobs

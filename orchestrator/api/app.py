@@ -9,6 +9,7 @@ from starlette.routing import Route
 
 from metrics.engine import EngineMetrics
 from orchestrator.api.api_key import ApiKeyMiddleware, read_api_keys
+from orchestrator.api.body import ClientGone
 from orchestrator.api.chat import Chat
 from orchestrator.api.completions import Completions
 from orchestrator.api.endpoint import GenerationEndpoint, Service, TokenizerProvider
@@ -64,12 +65,17 @@ def create_app(
         exception_handlers={
             HTTPException: _on_http_exception,
             ApiError: _on_exception,
+            ClientGone: _on_client_gone,
             StagewireError: _on_exception,
             Exception: _on_exception,
         },
     )
     app.router.redirect_slashes = False
     return app
+
+
+async def _on_client_gone(request: Request, exc: Exception) -> Response:
+    return Response(status_code=499)  # which nobody reads
 
 
 async def _on_exception(request: Request, exc: Exception) -> Response:

@@ -7,7 +7,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from orchestrator.api.body import ClientGone, decode_body, read_body
+from orchestrator.api.body import decode_body, read_body
 from orchestrator.api.chat import Chat
 from orchestrator.api.endpoint import Service
 from orchestrator.api.errors import invalid
@@ -18,9 +18,7 @@ from orchestrator.api.tokenizing import MAX_CHARS_ON_THE_LOOP, encode_all
 from orchestrator.request import ServedModel
 from orchestrator.tokenizer import Tokenizer
 
-T = TypeVar("T")
-
-_CLIENT_CLOSED_REQUEST = 499  # nobody reads it
+T = TypeVar("T", TokenizeRequest, DetokenizeRequest)
 
 
 class TokenRoutes:
@@ -31,24 +29,14 @@ class TokenRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a prompt, or of messages as the model's chat template writes them."""
-        try:
-            asked = await self._read(request, self._tokenize)
-        except ClientGone:
-            return Response(status_code=_CLIENT_CLOSED_REQUEST)
-        model, tokenizer = self._service.require_model()
-        check_model(asked.model, model)
+        asked, model, tokenizer = await self._begin(request, self._tokenize)
         ids = await _encode(asked, tokenizer, model)
         strings = [tokenizer.token_bytes(id).decode(errors="replace") for id in ids] if asked.return_token_strs else None
         return json_response(Tokens(count=len(ids), max_model_len=model.max_model_len, tokens=ids, token_strs=strings))
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, special tokens by their names."""
-        try:
-            asked = await self._read(request, self._detokenize)
-        except ClientGone:
-            return Response(status_code=_CLIENT_CLOSED_REQUEST)
-        model, tokenizer = self._service.require_model()
-        check_model(asked.model, model)
+        asked, model, tokenizer = await self._begin(request, self._detokenize)
         if asked.tokens is None:
             raise invalid("tokens: must be given", "tokens", "missing_required_parameter")
         ids = token_ids(asked.tokens, "tokens", model)
@@ -58,8 +46,12 @@ class TokenRoutes:
             text = await asyncio.to_thread(tokenizer.decode, ids, False)
         return json_response(Detokenized(prompt=text))
 
-    async def _read(self, request: Request, decoder: msgspec.json.Decoder[T]) -> T:
-        return decode_body(decoder, await read_body(request.scope, request.receive, self._service.config.max_body_bytes))
+    async def _begin(self, request: Request, decoder: msgspec.json.Decoder[T]) -> tuple[T, ServedModel, Tokenizer]:
+        """What is asked, of which model, and its tokenizer."""
+        asked = decode_body(decoder, await read_body(request.scope, request.receive, self._service.config.max_body_bytes))
+        model, tokenizer = self._service.require_model()
+        check_model(asked.model, model)
+        return asked, model, tokenizer
 
 
 async def _encode(asked: TokenizeRequest, tokenizer: Tokenizer, model: ServedModel) -> list[int]:

@@ -66,9 +66,7 @@ class Rank:
         self.writer = LedgerWriter(os.dup(self.fd))
         self.recorder = StepRecorder(self.writer)
         self.folder = Folder(self.reader)
-        lanes = [FORWARD, *([RECV] if rank > 0 else []), *([SEND] if rank < world_size - 1 else [])]
-        lanes += [TOKENS] if world_size > 1 else []
-        self.recorder.linked(1, "shared_memory", lanes, num_slots=3, row_bytes=HIDDEN_BYTES, has_device_clock=False)
+        link(self.recorder, rank, world_size)
 
     def close(self) -> None:
         self.folder.close()
@@ -83,9 +81,14 @@ def middle() -> Iterator[Rank]:
     rank.close()
 
 
-def step(rank: Rank, plan: FakePlan, at_ns: int) -> None:
+def link(recorder: StepRecorder, rank: int, world_size: int) -> None:
+    lanes = [FORWARD, *([RECV] if rank > 0 else []), *([SEND] if rank < world_size - 1 else [])]
+    lanes += [TOKENS] if world_size > 1 else []
+    recorder.linked(1, "shared_memory", lanes, num_slots=3, num_blocks=100, row_bytes=HIDDEN_BYTES, has_device_clock=False)
+
+
+def step(recorder: StepRecorder, plan: FakePlan, at_ns: int) -> None:
     """A step of a middle rank: 2 ms of waiting for input, 5 ms forward, 1 ms sending; tokens 3 ms after that."""
-    recorder = rank.recorder
     recorder.begin(plan, at_ns)
     recv = FakeWork(FakePoint(at_ns), FakePoint(at_ns + 2 * MS, at_ns + 2 * MS))
     forward = FakeWork(recv.end, FakePoint(at_ns + 7 * MS))
@@ -102,12 +105,13 @@ def step(rank: Rank, plan: FakePlan, at_ns: int) -> None:
 def test_a_step_in_counters_and_spans(middle: Rank) -> None:
     start = time.perf_counter_ns() + 10 * MS  # past what was attached
     for number in range(3):
-        step(middle, FakePlan(number), start + number * 11 * MS)
+        step(middle.recorder, FakePlan(number), start + number * 11 * MS)
     assert middle.folder.fold()
     samples, histograms = middle.reader.samples(), middle.reader.histograms()
     assert samples["transfer_bytes_total"] == {("recv", "0"): 192, ("send", "2"): 192, ("token_receive", "2"): 48}
     assert (samples["kv_blocks"]["used",], samples["stale_rows_total"][()], samples["inflight_steps"][()]) == (7, 2, 0)
     assert samples["ring_slots"] == {("receiving",): 0, ("reading",): 0, ("sending",): 0, ("free",): 6}
+    assert samples["kv_blocks"]["free",] == 93
     assert samples["last_step_timestamp_seconds"][()] == pytest.approx(time.time() + 0.043, abs=0.05)
     for name, values, count, total in (
         ("stage_wait_seconds", ("input", "0"), 3, 0.006 + 2 * 0.004),  # 2 ms of each, and from the end of the step before
@@ -132,7 +136,7 @@ def test_a_step_in_counters_and_spans(middle: Rank) -> None:
 
 
 def test_what_was_folded_is_not_folded_again_and_only_one_process_folds(middle: Rank) -> None:
-    step(middle, FakePlan(0), time.perf_counter_ns())
+    step(middle.recorder, FakePlan(0), time.perf_counter_ns())
     for _ in range(2):
         assert middle.folder.fold()
         assert middle.reader.histograms()["step_rows"][()].sum == 1
@@ -140,18 +144,20 @@ def test_what_was_folded_is_not_folded_again_and_only_one_process_folds(middle: 
     assert not other.fold()
     middle.folder.close()
     assert other.fold()
-    step(middle, FakePlan(1), time.perf_counter_ns())
+    step(middle.recorder, FakePlan(1), time.perf_counter_ns())
     assert other.fold()
     assert middle.reader.histograms()["step_rows"][()].sum == 2
     middle.folder = other
 
 
-def test_more_steps_than_are_kept_are_counted_as_lost(middle: Rank) -> None:
+def test_more_steps_than_are_kept_are_told_as_lost(middle: Rank, caplog: pytest.LogCaptureFixture) -> None:
     now = time.perf_counter_ns()
     for number in range(NUM_RECORDS + 9):
-        step(middle, FakePlan(number), now + number)
+        step(middle.recorder, FakePlan(number), now + number)
     middle.folder.fold()
     assert middle.reader.histograms()["step_rows"][()].sum in (NUM_RECORDS, NUM_RECORDS - 1)
+    assert "rank 1: 1" in caplog.text
+    assert "steps were written over before they were counted" in caplog.text
     steps = {span.step_id for span in middle.reader.spans()}
     assert max(steps) == NUM_RECORDS + 8
     assert len(steps) in (NUM_RECORDS, NUM_RECORDS - 1)
@@ -160,16 +166,16 @@ def test_more_steps_than_are_kept_are_counted_as_lost(middle: Rank) -> None:
 @pytest.mark.parametrize("word", [0, RECORD_WORDS - 1])
 def test_a_record_that_is_being_written_over_is_not_read(middle: Rank, word: int) -> None:
     for number in range(3):
-        step(middle, FakePlan(number), time.perf_counter_ns())
+        step(middle.recorder, FakePlan(number), time.perf_counter_ns())
     middle.writer.words[middle.writer.layout.records_word + 2 * RECORD_WORDS + word] = 0  # the first was that of attaching
     assert {span.step_id for span in middle.reader.spans() if span.kind == "forward"} == {0, 2}
 
 
 def test_a_restart_goes_on_counting(middle: Rank) -> None:
-    step(middle, FakePlan(0), time.perf_counter_ns())
+    step(middle.recorder, FakePlan(0), time.perf_counter_ns())
     middle.recorder = StepRecorder(LedgerWriter(os.dup(middle.fd)))
     middle.folder.fold()
-    step(middle, FakePlan(0), time.perf_counter_ns())
+    step(middle.recorder, FakePlan(0), time.perf_counter_ns())
     middle.folder.fold()
     samples = middle.reader.samples()
     assert samples["rank_restarts_total"] == {(): 1}
@@ -192,7 +198,7 @@ def test_the_time_in_which_a_rank_hung_before_its_restart_is_kept(middle: Rank) 
     assert told["compute"] >= 20 * MS
     middle.recorder = StepRecorder(LedgerWriter(os.dup(middle.fd)))
     middle.folder.fold()
-    middle.recorder.linked(2, "shared_memory", [FORWARD, RECV], num_slots=3, row_bytes=HIDDEN_BYTES, has_device_clock=False)
+    link(middle.recorder, 1, 3)
     assert compute_for(10 * MS)["compute"] >= told["compute"] + 10 * MS
 
 
@@ -213,17 +219,16 @@ def record(**times: int) -> StepRecord:
     return StepRecord(**(of_any | times))
 
 
-def test_nothing_to_do_is_idle_and_planning_is_host() -> None:
-    for flags, state in ((1, "idle"), (6, "host")):
-        stretches, clock = account(
-            record(flags=flags, forward_began_ns=110, forward_ended_ns=150, send_ended_ns=155, tokens_ended_ns=170),
-            Clock(40, 60),
-            is_first=True,
-            is_last=False,
-        )
-        wanted = {"wait_token": 20, "idle": 40, "host": 10, "compute": 40} if state == "idle" else None
-        assert spent(stretches) == (wanted or {"wait_token": 20, "host": 50, "compute": 40})
-        assert clock == Clock(150, 170)
+@pytest.mark.parametrize(("flags", "wanted"), [(1, {"idle": 40, "host": 10}), (6, {"host": 50})])
+def test_nothing_to_do_is_idle_and_planning_is_host(flags: int, wanted: dict[str, int]) -> None:
+    stretches, clock = account(
+        record(flags=flags, forward_began_ns=110, forward_ended_ns=150, send_ended_ns=155, tokens_ended_ns=170),
+        Clock(40, 60),
+        is_first=True,
+        is_last=False,
+    )
+    assert spent(stretches) == {"wait_token": 20, "compute": 40} | wanted
+    assert clock == Clock(150, 170)
 
 
 def test_a_stage_that_is_given_its_plan_late_waits_for_input() -> None:
@@ -305,17 +310,13 @@ def test_what_a_rank_is_at(middle: Rank) -> None:
 
 
 WRITE_AND_HANG = """
-import sys
+import sys, time
 from metrics.ledger import LedgerWriter
 from metrics.recorder import StepRecorder
-from tests.metrics.test_steps import FakePlan, Rank, step
-from metrics.steps import FORWARD, RECV, SEND, TOKENS
-import time
+from tests.metrics.test_steps import FakePlan, link, step
 recorder = StepRecorder(LedgerWriter(int(sys.argv[1])))
-recorder.linked(1, "shared_memory", [FORWARD, RECV, SEND, TOKENS], num_slots=3, row_bytes=64, has_device_clock=False)
-class Holder: pass
-holder = Holder(); holder.recorder = recorder
-step(holder, FakePlan(41), time.perf_counter_ns() - 50_000_000)
+link(recorder, 1, 3)
+step(recorder, FakePlan(41), time.perf_counter_ns() - 50_000_000)
 recorder.begin(FakePlan(42), time.perf_counter_ns())
 print("written", flush=True)
 sys.stdin.read()
